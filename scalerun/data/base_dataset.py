@@ -1,0 +1,59 @@
+"""BaseDataset: what the loader asks of a dataset."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from scalerun.data.batch import Batch
+
+Sample = TypeVar("Sample")
+
+
+@dataclass(frozen=True)
+class DatasetCounts:
+    """What a dataset holds once every shard has been read."""
+
+    documents: int
+    tokens: int
+    """Target tokens of one pass."""
+    num_bytes: int
+    """UTF-8 bytes of the documents' text; 0 when the data has no text."""
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        return self.num_bytes / self.tokens if self.tokens and self.num_bytes else None
+
+
+class BaseDataset(ABC, Generic[Sample]):
+    """An ordered collection of samples for each epoch, cut into shards that are read in turn.
+
+    The order of the samples of an epoch is a pure function of (seed, epoch, fingerprint, block
+    settings): it knows neither ranks nor workers nor batch sizes.
+    """
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Hex digest of the data and of all settings that decide which samples there are."""
+
+    @abstractmethod
+    def num_shards(self) -> int:
+        """Shards in an epoch."""
+
+    @abstractmethod
+    def shard(self, epoch: int, index: int) -> Sequence[Sample]:
+        """The samples of one shard in the order of this epoch (from 1); waits until it is read."""
+
+    def prefetch(self, index: int) -> None:  # noqa: B027
+        """Start to read a shard in the background, if that takes time."""
+
+    @abstractmethod
+    def collate(self, samples: list[Sample], sample_ids: list[int]) -> Batch:
+        """Make a batch."""
+
+    @abstractmethod
+    def counts(self) -> DatasetCounts | None:
+        """Totals of one pass, or None while some shard has not been read."""

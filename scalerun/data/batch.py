@@ -1,0 +1,55 @@
+"""What one forward pass sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""Target of a position that is not predicted (torch's own convention)."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of equal length (B sequences, T tokens).
+
+    ``targets[b, t]`` is the token that follows ``tokens[b, t]``. The document of a position is the
+    document of its *target*: the separator before a document already belongs to that document.
+    """
+
+    tokens: Tensor
+    """(B, T) int64, the inputs."""
+    targets: Tensor
+    """(B, T) int64, :data:`IGNORE_INDEX` where nothing is predicted."""
+    num_targets: int
+    """Positions that are predicted; counted where the batch is made, so that no device waits."""
+    sample_ids: list[int]
+    """Index of each sequence in its epoch."""
+    positions: Tensor | None = None
+    """(B, T) int64 from 0, when positions restart at each document; None counts from 0."""
+    document_ids: Tensor | None = None
+    """(B, T) int64, when attention must stay inside a document; None does not restrict it."""
+
+    @property
+    def num_samples(self) -> int:
+        return self.tokens.shape[0]
+
+    def net_input(self) -> dict[str, Tensor | None]:
+        """Keyword arguments for the model."""
+        return {
+            "tokens_BT": self.tokens,
+            "positions_BT": self.positions,
+            "document_ids_BT": self.document_ids,
+        }
+
+    def to(self, device: torch.device) -> Self:
+        """The same batch with its tensors on ``device``."""
+        moved = {
+            field.name: value.to(device, non_blocking=True)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)
