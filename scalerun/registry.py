@@ -68,7 +68,7 @@ class Registry(Generic[T]):
                         f"{config_class.__qualname__} already configures {self.flag} {entry.name}"
                     )
             self._entries[name] = Entry(name, cls, config_class)
-            return cls
+            return cls  # type: ignore[return-value]
 
         return add
 

@@ -62,7 +62,10 @@ class CommonConfig(ScalerunDataclass):
             raise ConfigError(
                 f"--fp16-scale-tolerance is {self.fp16_scale_tolerance:g}; give a share from 0 to 1"
             )
-        if len(self.profile_updates) != 2 or not 1 <= self.profile_updates[0] <= self.profile_updates[1]:
+        if (
+            len(self.profile_updates) != 2
+            or not 1 <= self.profile_updates[0] <= self.profile_updates[1]
+        ):
             raise ConfigError(
                 f"--profile-updates is {self.profile_updates}; give two update numbers, as in 6,9"
             )
@@ -91,9 +94,7 @@ class DatasetConfig(ScalerunDataclass):
     validate_after_updates: int = option(0, "no validation before this update")
     disable_validation: bool = option(False, "never validate")
     max_valid_steps: int | None = option(None, "validate on at most this many batches of each set")
-    skip_batches: list[str] = option(
-        [], "updates whose data is thrown away, such as 100-200,350"
-    )
+    skip_batches: list[str] = option([], "updates whose data is thrown away, such as 100-200,350")
 
     def validate(self) -> None:
         above_zero("--batch-size", self.batch_size)
@@ -114,7 +115,7 @@ class DatasetConfig(ScalerunDataclass):
             bounds = (first, last if dash else first)
             if not all(bound.isascii() and bound.isdigit() for bound in bounds):
                 raise ConfigError(
-                    f"--skip-batches has {entry!r}; give update numbers or ranges, as in 100-200,350"
+                    f"--skip-batches has {entry!r}; give numbers or ranges, as in 100-200,350"
                 )
             low, high = int(bounds[0]), int(bounds[1])
             if not 1 <= low <= high:
@@ -168,11 +169,14 @@ class CheckpointConfig(ScalerunDataclass):
     reset_meters: bool = option(False, "do not load statistics and the best metric")
     reset_dataloader: bool = option(False, "start from the first sequence of the first epoch")
     save_interval: int = option(
-        1, "epochs between checkpoints; 0 for none at epoch ends", aliases=("--save-interval-epochs",)
+        1,
+        "epochs between checkpoints; 0 for none at epoch ends",
+        aliases=("--save-interval-epochs",),
     )
     save_interval_updates: int = option(0, "updates between checkpoints; 0 for none")
     keep_last_updates: int = option(
-        -1, "newest --save-interval-updates checkpoints to keep; -1 keeps all",
+        -1,
+        "newest --save-interval-updates checkpoints to keep; -1 keeps all",
         aliases=("--keep-interval-updates",),
     )
     keep_last_epochs: int = option(-1, "newest epoch-end checkpoints to keep; -1 keeps all")

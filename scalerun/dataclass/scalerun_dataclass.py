@@ -99,7 +99,7 @@ class ScalerunDataclass:
         return copy
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain containers, nested like the groups; a chosen component's name is ``_name``."""
+        """Return plain containers, nested like the groups; a component's name is ``_name``."""
         result: dict[str, Any] = {} if self._name is None else {"_name": self._name}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)

@@ -1,0 +1,1 @@
+"""Settings: dataclasses, flags, YAML."""

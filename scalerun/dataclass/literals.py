@@ -1,0 +1,119 @@
+"""Text on a command line -> the value of a typed setting. Literals only; nothing is evaluated."""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+_WHOLE = re.compile(r"[+-]?\d+(_\d+)*")
+_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_BRACKETS = {"[": "]", "(": ")"}
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+@dataclass(frozen=True)
+class SettingType:
+    """The type of one setting: a scalar, a list of scalars, or a dict from names to scalars."""
+
+    scalar: type
+    container: type | None = None
+    optional: bool = False
+
+    @classmethod
+    def of(cls, annotation: Any) -> SettingType:
+        """Understand a field's annotation.
+
+        Raises:
+            TypeError: the annotation is none of the supported forms.
+        """
+        optional = False
+        if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+            rest = [a for a in typing.get_args(annotation) if a is not type(None)]
+            if len(rest) != 1:
+                raise TypeError(f"a setting cannot be {annotation}")
+            annotation, optional = rest[0], True
+        origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+        container: type | None = None
+        if origin is list:
+            scalar, container = args[0], list
+        elif origin is dict and args[0] is str:
+            scalar, container = args[1], dict
+        else:
+            scalar = annotation
+        if scalar not in _NAMES:
+            raise TypeError(f"a setting cannot be {annotation}")
+        return cls(scalar, container, optional)
+
+    @property
+    def metavar(self) -> str:
+        """The placeholder shown in ``--help``."""
+        name = {bool: "BOOL", int: "N", float: "X", str: "TEXT"}[self.scalar]
+        if self.container is list:
+            return f"{name},..."
+        return f"NAME={name},..." if self.container is dict else name
+
+    def parse(self, text: str) -> Any:
+        """Read a value.
+
+        Raises:
+            ValueError: the text is not of this type; the message is a sentence's second half, as in
+                "'ten' is not a whole number".
+        """
+        if self.optional and text.strip().lower() in ("none", "null"):
+            return None
+        if self.container is None:
+            return _scalar(self.scalar, text)
+        items = _items(text)
+        if self.container is list:
+            return [_scalar(self.scalar, item) for item in items]
+        pairs = [item.partition("=") for item in items]
+        for name, equals, _ in pairs:
+            if not equals or not name:
+                raise ValueError(f"{text!r} is not a list of name=value pairs, as in a=1,b=2")
+        if len({name.strip() for name, _, _ in pairs}) < len(pairs):
+            raise ValueError(f"{text!r} gives one name twice")
+        return {name.strip(): _scalar(self.scalar, value) for name, _, value in pairs}
+
+
+def _scalar(kind: type, text: str) -> Any:
+    text = text if kind is str else text.strip()
+    wrong = ValueError(f"{text!r} is not {_NAMES[kind]}")
+    if kind is str:
+        return text
+    if kind is bool:
+        if text.lower() not in _BOOLEANS:
+            raise wrong
+        return _BOOLEANS[text.lower()]
+    if kind is int:
+        if not _WHOLE.fullmatch(text):
+            raise wrong
+        return int(text)
+    try:
+        number = float(text)
+    except ValueError:
+        raise wrong from None
+    if not math.isfinite(number):
+        raise ValueError(f"{text!r} is not a finite number")
+    return number
+
+
+def _items(text: str) -> list[str]:
+    text = text.strip()
+    closing = _BRACKETS.get(text[:1])
+    if closing is not None:
+        if not text.endswith(closing):
+            raise ValueError(f"{text!r} opens {text[0]!r} and does not close it")
+        text = text[1:-1].strip()
+    if not text:
+        return []
+    items = [item.strip() for item in text.removesuffix(",").split(",")]
+    if not all(items):
+        raise ValueError(f"{text!r} has an empty item")
+    return [
+        item[1:-1] if len(item) > 1 and item[0] == item[-1] and item[0] in "'\"" else item
+        for item in items
+    ]

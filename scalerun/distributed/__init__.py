@@ -1,0 +1,1 @@
+"""Processes, devices, number formats, signals."""

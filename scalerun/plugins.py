@@ -1,0 +1,87 @@
+"""Code from outside the package: ``--user-dir`` folders and installed plug-ins."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+import traceback
+import types
+from pathlib import Path
+
+from scalerun.dataclass.errors import ConfigError, UserError
+
+PREFIX = "scalerun_user_modules"
+ENTRY_POINT_GROUP = "scalerun.plugins"
+
+
+def load_plugins(user_dir: str | None) -> None:
+    """Import installed plug-ins, then the folder of ``--user-dir``, so that they can register.
+
+    Installed plug-ins announce a module in the entry-point group ``scalerun.plugins``. A folder is
+    imported under a private prefix, so its name may be anything, and only once per process.
+
+    Raises:
+        ConfigError: the folder does not exist or holds no Python file.
+        UserError: a plug-in's own code fails; names its file and line.
+    """
+    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            entry_point.load()
+        except ImportError as error:
+            raise UserError(
+                f"the installed plug-in {entry_point.name} ({entry_point.value}) cannot be "
+                f"imported: {error}; fix or uninstall it"
+            ) from error
+    if user_dir is not None:
+        import_user_dir(Path(user_dir))
+
+
+def import_user_dir(folder: Path) -> None:
+    """Import a folder: as a package where it has an ``__init__.py``, else every file in it."""
+    folder = folder.expanduser().resolve()
+    if not folder.is_dir():
+        raise ConfigError(f"--user-dir {folder} is not a folder")
+    package = f"{PREFIX}.{folder.name}"
+    init = folder / "__init__.py"
+    files = [] if init.exists() else sorted(folder.glob("*.py"))
+    if not files and not init.exists():
+        raise ConfigError(f"--user-dir {folder} holds no .py file")
+    sys.modules.setdefault(PREFIX, _namespace(PREFIX, []))
+    if init.exists():
+        _import_file(package, init, [str(folder)])
+        return
+    sys.modules.setdefault(package, _namespace(package, [str(folder)]))
+    for file in files:
+        _import_file(f"{package}.{file.stem}", file, None)
+
+
+def _namespace(name: str, path: list[str]) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__path__ = path
+    return module
+
+
+def _import_file(name: str, file: Path, search: list[str] | None) -> None:
+    if name in sys.modules:
+        if sys.modules[name].__file__ != str(file):
+            raise ConfigError(
+                f"--user-dir: another folder named {file.parent.name} is already loaded from "
+                f"{sys.modules[name].__file__}"
+            )
+        return
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=search)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--user-dir: {file} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if not isinstance(error, Exception) or isinstance(error, UserError):
+            raise
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"--user-dir: {place.filename}:{place.lineno}: {type(error).__name__}: {error}"
+        ) from error
