@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Callable
 
+import torch
+
 from scalerun.dataclass.errors import UserError
 from scalerun.distributed.stop_signal import StopRequestedError
 
@@ -24,6 +26,10 @@ def run_cli(main: Callable[[], int]) -> None:
         sys.stdout.flush()
     except UserError as error:
         code = _report(str(error), error.exit_code)
+    except FloatingPointError as error:
+        code = _report(str(error), 1)
+    except torch.OutOfMemoryError as error:
+        code = _report(f"out of memory: {str(error).splitlines()[0]}; lower --batch-size", 1)
     except BrokenPipeError:
         # The reader of our output has gone; there is nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -35,6 +35,11 @@ class BaseDataset(ABC, Generic[Sample]):
     """
 
     @property
+    def name(self) -> str:
+        """What messages call the data."""
+        return "the data"
+
+    @property
     @abstractmethod
     def fingerprint(self) -> str:
         """Hex digest of the data and of all settings that decide which samples there are."""
@@ -45,15 +50,23 @@ class BaseDataset(ABC, Generic[Sample]):
 
     @abstractmethod
     def shard(self, epoch: int, index: int) -> Sequence[Sample]:
-        """The samples of one shard in the order of this epoch (from 1); waits until it is read."""
+        """The samples of one shard in the order of this epoch (from 1); waits until it is read.
 
-    def prefetch(self, index: int) -> None:  # noqa: B027
+        Raises:
+            UserError: the data cannot be read.
+        """
+
+    def prefetch(self, index: int) -> None:
         """Start to read a shard in the background, if that takes time."""
 
     @abstractmethod
-    def collate(self, samples: list[Sample], sample_ids: list[int]) -> Batch:
-        """Make a batch."""
+    def collate(self, samples: Sequence[Sample], sample_ids: Sequence[int]) -> Batch:
+        """Make a batch; of no samples, one with a row of padding and no targets."""
 
     @abstractmethod
     def counts(self) -> DatasetCounts | None:
         """Totals of one pass, or None while some shard has not been read."""
+
+    def num_samples(self) -> int | None:
+        """Samples in an epoch, or None while that is not known."""
+        return None

@@ -183,7 +183,11 @@ class CheckpointConfig(ScalerunDataclass):
     keep_best_checkpoints: int = option(-1, "best checkpoints to keep; -1 keeps only the best")
     no_epoch_checkpoints: bool = option(False, "save no checkpoints at epoch ends")
     no_save: bool = option(False, "save no checkpoints at all")
-    best_checkpoint_metric: str = option("loss", "validation metric that marks the best checkpoint")
+    best_checkpoint_metric: str = option(
+        "loss",
+        "validation metric that marks the best checkpoint",
+        choices=("loss", "ppl", "bits_per_byte"),
+    )
     best_checkpoint_subset: str | None = option(
         None, "validation set of that metric (default: the first)"
     )
@@ -255,5 +259,8 @@ class ScalerunConfig(ScalerunDataclass):
             raise ConfigError("--patience needs validation, which --disable-validation turns off")
         if common.log_file is not None and common.log_format == "none":
             raise ConfigError("--log-file has nothing to write with --log-format none")
+        resets = [f"--{n.replace('_', '-')}" for n, on in vars(ckpt).items() if "reset_" in n and on]
+        if resets and ckpt.restore_file is None:
+            raise ConfigError(f"{resets[0]} says what not to load from --restore-file; give both")
         if ckpt.no_save and ckpt.save_interval_updates:
             raise ConfigError("--no-save and --save-interval-updates contradict each other")

@@ -1,0 +1,42 @@
+# The two commands of the README. Each makes the virtual environment it needs.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := projects/quickstart/$(if $(LONG),run_long,run)
+CONFIG := projects/quickstart/$(if $(LONG),long,config).yaml
+DATA := projects/quickstart/data
+
+.PHONY: quickstart test test-long lint benchmark clean-venv
+
+quickstart: $(VENV)/installed
+	$(BIN)/python -m scalerun.cli.train_tokenizer $(DATA) --vocab-size 1024 --output projects/quickstart/cache/tokenizer.model
+	$(BIN)/python -m scalerun.cli.train $(DATA) --config $(CONFIG) --save-dir $(RUN)
+	$(BIN)/python -m scalerun.cli.validate $(DATA) --path $(RUN) --json $(RUN)/valid.json
+	$(BIN)/python projects/quickstart/compare.py $(DATA) $(RUN)/valid.json
+	$(BIN)/python -m scalerun.cli.interactive_cli --path $(RUN) --temperature 0.8 --top-p 0.9 --max-new-tokens 160 < projects/quickstart/prompts.txt
+
+test: $(VENV)/tested
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not long"
+
+test-long: $(VENV)/tested
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
+
+lint: $(VENV)/tested
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
+	  || { echo "scalerun needs Python 3.11 or 3.12, and $(PYTHON) is another; give make PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml
+	$(BIN)/pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/tested: $(VENV)/bin/python pyproject.toml
+	$(BIN)/pip install --quiet --editable '.[test]'
+	@touch $(VENV)/installed $@

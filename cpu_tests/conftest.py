@@ -1,0 +1,179 @@
+"""What many tests share: the commands as real processes, and small corpora."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+
+
+class ForkServer:
+    """Speaks with ``fork_server.py``."""
+
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "fork_server.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+        )
+
+    def ask(self, request):
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(10)
+
+
+@dataclass
+class Command:
+    """One started command."""
+
+    server: ForkServer
+    pid: int
+    folder: Path
+    code: int | None = field(default=None)
+
+    @property
+    def stdout(self):
+        return (self.folder / "stdout").read_text(encoding="utf-8")
+
+    @property
+    def stderr(self):
+        return (self.folder / "stderr").read_text(encoding="utf-8")
+
+    def poll(self):
+        if self.code is None:
+            answer = self.server.ask({"poll": self.pid})
+            self.code = answer["code"] if answer else None
+        return self.code
+
+    def wait(self, timeout=120):
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                self.send(signal.SIGKILL)
+                raise TimeoutError(f"no end after {timeout} s:\n{self.stderr}")
+            time.sleep(0.01)
+        return self.code
+
+    def send(self, signum):
+        os.kill(self.pid, signum)
+
+    def kill(self):
+        """Kill -9, of the command alone: what it started has to end by itself."""
+        self.send(signal.SIGKILL)
+        return self.wait()
+
+    @property
+    def error(self):
+        """The one sentence that a failed command prints last."""
+        return self.stderr.strip().splitlines()[-1] if self.stderr.strip() else ""
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def start(fork_server, tmp_path):
+    """Start a command: ``start("train", "DATA", "--arch", …)`` -> :class:`Command`."""
+    count = 0
+
+    def start(name, *argv, stdin="", cwd=None, env=None):
+        nonlocal count
+        count += 1
+        folder = tmp_path / f"command_{count}"
+        folder.mkdir()
+        (folder / "stdin").write_text(stdin, encoding="utf-8")
+        request = {
+            "module": f"scalerun.cli.{name}",
+            "argv": [str(word) for word in argv],
+            "cwd": str(cwd or tmp_path),
+            "env": env or {},
+            **{stream: str(folder / stream) for stream in ("stdin", "stdout", "stderr")},
+        }
+        answer = fork_server.ask({"start": request})
+        return Command(fork_server, answer["pid"], folder)
+
+    return start
+
+
+@pytest.fixture
+def run(start):
+    """Run a command to its end."""
+
+    def run(name, *argv, **options):
+        command = start(name, *argv, **options)
+        command.wait()
+        return command
+
+    return run
+
+
+def write_jsonl(path, texts):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A folder with two training shards and two validation sets, a few kilobytes."""
+    data = tmp_path / "data"
+    verse = [f"Line {i}: the {word} sleeps.\n" * 3 for i, word in enumerate("cat dog owl".split() * 9)]
+    write_jsonl(data / "train/00/verse.jsonl", verse[:14])
+    write_jsonl(data / "train/01/verse.jsonl", verse[14:])
+    write_jsonl(data / "valid/first/00/verse.jsonl", verse[:2])
+    write_jsonl(data / "valid/second/00/verse.jsonl", ["Another voice, the fox's."])
+    return data
+
+
+TINY = [
+    "--task", "streaming_language_modeling", "--tokenizer", "bytes", "--tokens-per-sample", "32",
+    "--arch", "transformer_lm", "--decoder-layers", "2", "--decoder-embed-dim", "16",
+    "--decoder-ffn-embed-dim", "32", "--decoder-attention-heads", "2", "--dropout", "0.1",
+    "--batch-size", "4", "--lr", "0.01", "--log-interval", "1", "--cpu", "--log-format", "simple",
+]  # fmt: skip
+
+
+@pytest.fixture
+def tiny():
+    """Flags of a model that trains in milliseconds."""
+    return list(TINY)
+
+
+def records(save_dir, kind, **wanted):
+    """Records of ``metrics.jsonl`` of one kind."""
+    lines = (Path(save_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line) for line in lines]
+    return [
+        r
+        for r in found
+        if r["kind"] == kind and all(r.get(key) == value for key, value in wanted.items())
+    ]
+
+
+@pytest.fixture(name="records")
+def records_fixture():
+    return records
+
+
+@pytest.fixture(name="write_jsonl")
+def write_jsonl_fixture():
+    return write_jsonl

@@ -1,0 +1,53 @@
+"""Starts the commands under test as real processes, without paying for ``import torch`` each time.
+
+Reads one JSON request a line on standard input, answers with one JSON line:
+``{"start": {"module", "argv", "cwd", "stdin", "stdout", "stderr", "env"}}`` -> ``{"pid"}``,
+``{"wait": pid}`` -> ``{"code"}`` (minus the signal's number after a kill), ``{"poll": pid}`` -> the
+same or null.
+"""
+
+import importlib
+import json
+import os
+import sys
+
+MODULES = ("train", "validate", "interactive_cli", "train_tokenizer")
+
+
+def start(request):
+    pid = os.fork()
+    if pid:
+        return {"pid": pid}
+    os.setpgid(0, 0)
+    os.chdir(request["cwd"])
+    os.environ.update(request["env"])
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    os.dup2(os.open(request["stdin"], os.O_RDONLY), 0)
+    os.dup2(os.open(request["stdout"], flags), 1)
+    os.dup2(os.open(request["stderr"], flags), 2)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.argv = [request["module"], *request["argv"]]
+    importlib.import_module(request["module"]).cli_main()
+    os._exit(0)
+
+
+def finished(pid, options):
+    done, status = os.waitpid(pid, options)
+    return {"code": os.waitstatus_to_exitcode(status)} if done else None
+
+
+def main():
+    for name in MODULES:
+        importlib.import_module(f"scalerun.cli.{name}")
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "start" in request:
+            answer = start(request["start"])
+        elif "wait" in request:
+            answer = finished(request["wait"], 0)
+        else:
+            answer = finished(request["poll"], os.WNOHANG)
+        print(json.dumps(answer), flush=True)
+
+
+main()

@@ -1,0 +1,50 @@
+"""Prints bits per byte of a model beside bzip2 and the n-gram baselines of the corpus.
+
+    python projects/quickstart/compare.py DATA VALID_JSON
+
+VALID_JSON is what ``scalerun.cli.validate --json`` wrote. The n-gram rows are read from the table
+in DATA/README.md.
+"""
+
+from __future__ import annotations
+
+import bz2
+import json
+import sys
+from pathlib import Path
+
+
+def bzip2_bits_per_byte(folder: Path) -> float:
+    """Bits that ``bzip2 -9`` needs per byte of a validation set's text, all documents in one."""
+    texts = [
+        json.loads(line)["text"]
+        for file in sorted(folder.rglob("*.jsonl"))
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
+    content = "".join(texts).encode()
+    return 8 * len(bz2.compress(content, 9)) / len(content)
+
+
+def ngram_rows(readme: Path) -> tuple[list[str], dict[str, list[float]]]:
+    """Column names and rows of the baseline table in the corpus README."""
+    lines = readme.read_text(encoding="utf-8").split("What a model should reach")[1].splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
+    names, _, *rows = table
+    return names[1:], {row[0]: [float(cell) for cell in row[1:]] for row in rows}
+
+
+def main() -> None:
+    """Print the table."""
+    data, valid_json = Path(sys.argv[1]), Path(sys.argv[2])
+    results = json.loads(valid_json.read_text(encoding="utf-8"))
+    names, rows = ngram_rows(data / "README.md")
+    rows["bzip2 -9"] = [bzip2_bits_per_byte(data / "valid" / name) for name in names]
+    rows["this model"] = [results[f"valid/{name}"]["bits_per_byte"] for name in names]
+    print("bits per byte, on texts that the model never saw".ljust(26))
+    print("".ljust(20) + "".join(name.rjust(10) for name in names))
+    for title, values in rows.items():
+        print(title.ljust(20) + "".join(f"{value:10.2f}" for value in values))
+
+
+if __name__ == "__main__":
+    main()

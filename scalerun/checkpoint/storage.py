@@ -1,0 +1,203 @@
+"""Tensors in the format of torch.distributed.checkpoint, without executing pickles on loading."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+from scalerun.checkpoint.atomic import FileRecord, HashingWriter
+from scalerun.checkpoint.manifest import DamagedCheckpoint
+from scalerun.checkpoint.state_tree import TensorTree
+
+METADATA = ".metadata"
+BYTES_PER_TENSOR = 4096
+"""More than what each tensor adds to its own bytes: archive headers, padding, an entry of names."""
+
+_ALLOWED_GLOBALS = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+}
+
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    ImportError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
+
+
+def save_tensors(
+    folder: Path, tensors: TensorTree, process_group: ProcessGroup | None = None
+) -> dict[str, FileRecord]:
+    """Write a tree of tensors into a new folder and force it to the disk.
+
+    Every rank of ``process_group`` must call this, each with its own shards.
+
+    Returns:
+        This rank's files.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    _quiet()
+    writer = dcp.FileSystemWriter(folder, overwrite=False)
+    files = _HashingFileSystem()
+    writer.fs = files
+    try:
+        dcp.save(
+            tensors,
+            storage_writer=writer,
+            process_group=process_group,
+            no_dist=process_group is None,
+        )
+    except CheckpointException as error:
+        raise files.failure() or _cause(error) from error
+    return files.records()
+
+
+def load_tensors_into(
+    folder: Path, tensors: Mapping[str, Tensor], process_group: ProcessGroup | None = None
+) -> None:
+    """Fill tensors in place from a folder that has been verified; other tensors are not read.
+
+    Args:
+        tensors: by flat name; names and shapes must be those of the checkpoint.
+    """
+    if not tensors:
+        return
+    _quiet()
+    try:
+        dcp.load(
+            dict(tensors),
+            storage_reader=_SafeReader(folder),
+            process_group=process_group,
+            no_dist=process_group is None,
+        )
+    except CheckpointException as error:
+        raise _cause(error) from error
+
+
+def read_shapes(folder: Path) -> dict[str, torch.Size]:
+    """Full shape of every tensor in a checkpoint, by flat name."""
+    metadata = _SafeReader(folder).read_metadata()
+    return {
+        name: cast(TensorStorageMetadata, entry).size
+        for name, entry in metadata.state_dict_metadata.items()
+    }
+
+
+def stage(tensors: TensorTree) -> TensorTree:
+    """Copy a tree of tensors to the host, so that training may go on while it is written."""
+    return dict(BlockingAsyncStager().stage(tensors))
+
+
+def bytes_needed(tensors: Mapping[str, Tensor]) -> int:
+    """Upper bound of the bytes that this rank's part of the tensors takes on the disk."""
+    local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors.values())
+    return sum(t.numel() * t.element_size() + BYTES_PER_TENSOR for t in local)
+
+
+class _HashingFileSystem(FileSystem):
+    """Local files whose sizes and digests are known once they are written."""
+
+    def __init__(self) -> None:
+        self._writers: dict[Path, HashingWriter] = {}
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        with super().create_stream(path, mode) as stream:
+            if "w" not in mode:
+                yield stream
+                return
+            writer = HashingWriter(cast(Any, stream))
+            self._writers[Path(path)] = writer
+            yield writer
+            writer.flush()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self._writers[Path(new_path)] = self._writers.pop(Path(path))
+
+    def records(self) -> dict[str, FileRecord]:
+        return {path.name: writer.record() for path, writer in self._writers.items()}
+
+    def failure(self) -> OSError | None:
+        return next((w.failure for w in self._writers.values() if w.failure), None)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds the classes that describe tensors, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED_GLOBALS.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"{METADATA} names {module}.{name}, which is not allowed")
+
+
+class _SafeReader(dcp.FileSystemReader):
+    """Reads the index with :class:`_MetadataUnpickler`; torch reads tensors as weights only."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        folder = Path(self.path)
+        try:
+            with (folder / METADATA).open("rb") as stream:
+                metadata = _MetadataUnpickler(stream).load()
+        except _UNREADABLE as error:
+            raise DamagedCheckpoint(folder, f"{METADATA} cannot be read: {error}") from error
+        if not isinstance(metadata, Metadata):
+            raise DamagedCheckpoint(folder, f"{METADATA} does not describe a checkpoint")
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise DamagedCheckpoint(folder, f"{name} is not a tensor but a pickled object")
+        for info in metadata.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise DamagedCheckpoint(folder, f"{METADATA} points outside: {info.relative_path}")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """The first rank's own error; the wrapper is a BaseException that hides it."""
+    return next(iter(error.failures.values()))[0]
+
+
+def _quiet() -> None:
+    """Running without a process group is intended here, and worth no warning each time."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or")

@@ -1,0 +1,103 @@
+"""A run folder or checkpoint -> a model that can be asked."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scalerun.checkpoint.checkpoint_manager import find_checkpoint, load_tensors, read_state, run_file
+from scalerun.cli.registries import CHOOSERS
+from scalerun.dataclass.configs import ScalerunConfig
+from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.dataclass.parser import config_from_dict
+from scalerun.models.base_model import BaseModel
+from scalerun.plugins import load_plugins
+from scalerun.tasks.base_task import TASK_REGISTRY, BaseTask, setup_task
+
+CONFIG_FILE = "config.json"
+ASSETS_FOLDER = "assets"
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A checkpoint, ready to be evaluated or to generate."""
+
+    checkpoint: Path
+    cfg: ScalerunConfig
+    task: BaseTask
+    model: BaseModel
+    num_updates: int
+
+
+def load_for_inference(
+    path: str | None,
+    *,
+    device: torch.device,
+    use_ema: bool = False,
+    data: str | None = None,
+    user_dir: str | None = None,
+) -> LoadedRun:
+    """Load a checkpoint's model, in evaluation mode, with the task it was trained for.
+
+    Args:
+        path: a run folder (its newest good checkpoint is taken) or a checkpoint folder.
+        use_ema: take the averaged weights.
+        data: data folder in place of the one that the run was trained on.
+        user_dir: plug-in folder in place of the one that the run used.
+
+    Raises:
+        UserError: there is no checkpoint, it is damaged, or it has no averaged weights.
+    """
+    if path is None:
+        raise ConfigError("--path is required: a run folder or a checkpoint folder")
+    checkpoint = find_checkpoint(Path(path))
+    content = json.loads(run_file(checkpoint, CONFIG_FILE).read_text(encoding="utf-8"))
+    load_plugins(user_dir or content.get("common", {}).get("user_dir"))
+    cfg = config_from_dict(ScalerunConfig, content, choosers=CHOOSERS)
+    task_class = TASK_REGISTRY.class_for(cfg.task)
+    cfg.task = task_class.with_assets(cfg.task, checkpoint / ASSETS_FOLDER)
+    if data is not None:
+        if not hasattr(cfg.task, "data"):
+            raise ConfigError(f"--task {cfg.task._name} reads no DATA; {data!r} was given")
+        cfg.task = cfg.task.replace(data=data)
+    task = setup_task(
+        cfg.task,
+        seed=cfg.common.seed,
+        cache_dir=_cache_dir(checkpoint.parent),
+        quarantine=Path(os.devnull),
+    )
+    model = task.build_model(cfg.model, seed=cfg.common.seed, device=device)
+    state = read_state(checkpoint)
+    _load_weights(checkpoint, model, state, use_ema=use_ema)
+    return LoadedRun(checkpoint, cfg, task, model.eval(), state["trainer"]["num_updates"])
+
+
+def _cache_dir(run_folder: Path) -> Path:
+    """The run's own cache of prepared data, or a temporary one where that cannot be written."""
+    if os.access(run_folder, os.W_OK):
+        return run_folder / "cache"
+    temporary = tempfile.mkdtemp(prefix="scalerun-cache-")
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return Path(temporary)
+
+
+def _load_weights(
+    checkpoint: Path, model: BaseModel, state: dict[str, Any], *, use_ema: bool
+) -> None:
+    load_tensors(checkpoint, {"model": model.state_dict()})
+    if not use_ema:
+        return
+    if "ema" not in state:
+        raise UserError(
+            f"checkpoint {checkpoint} has no averaged weights: the run had no --store-ema; leave "
+            "--use-ema out"
+        )
+    load_tensors(checkpoint, {"ema": dict(model.named_parameters())})

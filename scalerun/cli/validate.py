@@ -1,0 +1,148 @@
+"""Score a checkpoint on validation sets: ``python -m scalerun.cli.validate DATA --path RUN``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalerun.cli.entry import run_cli
+from scalerun.cli.inference import load_for_inference
+from scalerun.criterions.base_criterion import build_criterion
+from scalerun.dataclass.configs import above_zero, at_least
+from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.dataclass.parser import parse_config
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
+from scalerun.distributed.launch import choose_device
+from scalerun.distributed.precision import choose_precision
+from scalerun.distributed.stop_signal import StopSignal
+from scalerun.evaluation import SubsetResult, evaluate
+from scalerun.logging.console import setup_logging
+
+
+@dataclass
+class ValidateConfig(ScalerunDataclass):
+    """What ``scalerun.cli.validate`` can be told."""
+
+    data: str | None = option(None, "data folder (default: the run's own)", positional=True)
+    path: str | None = option(None, "run folder or checkpoint folder")
+    valid_subset: list[str] = option(
+        ["valid"], "folders below DATA to score; a folder of sets stands for all of them"
+    )
+    batch_size: int | None = option(
+        None, "sequences in a batch (default: as in training)", aliases=("--max-sentences",)
+    )
+    max_valid_steps: int | None = option(None, "score at most this many batches of each set")
+    num_workers: int = option(0, "processes that prepare batches")
+    json: str | None = option(None, "also write the numbers to this file")
+    use_ema: bool = option(False, "use the averaged weights of --store-ema")
+    cpu: bool = option(False, "use the CPU even where a GPU is present")
+    fp16: bool = option(False, "compute in half precision (default: as in training)")
+    bf16: bool = option(False, "compute in bfloat16 (default: as in training)")
+    fp32: bool = option(False, "compute in float32 (default: as in training)")
+    user_dir: str | None = option(None, "plug-in folder (default: as in training)")
+
+    def validate(self) -> None:
+        if self.path is None:
+            raise ConfigError("--path is required: a run folder or a checkpoint folder")
+        above_zero("--batch-size", self.batch_size)
+        above_zero("--max-valid-steps", self.max_valid_steps)
+        at_least("--num-workers", self.num_workers, 0)
+        if self.fp16 + self.bf16 + self.fp32 > 1:
+            raise ConfigError("--fp16, --bf16 and --fp32 exclude each other; give one of them")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Score every set, print a table, write ``--json``; return the exit code."""
+    cfg = parse_config(ValidateConfig, argv, prog="scalerun-validate")
+    setup_logging()
+    with StopSignal():
+        results = score(cfg)
+    print(format_table(results))
+    if cfg.json is not None:
+        write_json(Path(cfg.json), results)
+    return 0
+
+
+def score(cfg: ValidateConfig) -> list[SubsetResult]:
+    """Score every set with the settings that training used, unless told otherwise."""
+    device = choose_device(cpu=cfg.cpu)
+    run = load_for_inference(
+        cfg.path, device=device, use_ema=cfg.use_ema, data=cfg.data, user_dir=cfg.user_dir
+    )
+    as_trained = not (cfg.fp16 or cfg.bf16 or cfg.fp32)
+    precision = choose_precision(
+        fp16=run.cfg.common.fp16 if as_trained else cfg.fp16,
+        bf16=run.cfg.common.bf16 if as_trained else cfg.bf16,
+        device=device,
+    )
+    dataset = run.cfg.dataset
+    subsets = run.task.valid_subsets(cfg.valid_subset)
+    if not subsets:
+        raise UserError(f"{cfg.data or 'the data'} has no validation set; name one below DATA")
+    results = []
+    for subset in subsets:
+        result = evaluate(
+            run.task,
+            run.model,
+            build_criterion(run.cfg.criterion).to(device),
+            subset,
+            batch_size=cfg.batch_size or dataset.batch_size_valid or dataset.batch_size or 1,
+            precision=precision,
+            max_steps=cfg.max_valid_steps,
+            num_workers=cfg.num_workers,
+        )
+        assert result is not None
+        results.append(result)
+    return results
+
+
+def format_table(results: Sequence[SubsetResult]) -> str:
+    """The numbers in aligned columns, for people."""
+    header = ["subset", "loss", "ppl", "bits/byte", "tokens", "documents"]
+    rows = [header]
+    for result in results:
+        bits = result.bits_per_byte
+        rows.append(
+            [
+                result.subset,
+                f"{result.loss:.4f}",
+                f"{result.ppl:.2f}",
+                "-" if bits is None else f"{bits:.4f}",
+                f"{result.tokens:,}",
+                f"{result.documents:,}",
+            ]
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
+        for row in rows
+    )
+
+
+def write_json(path: Path, results: Sequence[SubsetResult]) -> None:
+    """Write ``{"<subset>": {"loss", "ppl", "bits_per_byte", "tokens", "documents"}}``."""
+    content = {}
+    for result in results:
+        numbers = result.record()
+        subset = numbers.pop("subset")
+        content[subset] = {**numbers, "documents": result.documents}
+    try:
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json {path} cannot be written: {error.strerror}") from error
+
+
+def cli_main() -> None:
+    """Entry point of ``scalerun-validate``."""
+    run_cli(main)
+
+
+if __name__ == "__main__":
+    cli_main()

@@ -1,0 +1,54 @@
+"""BaseCriterion: what a batch costs under a model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from scalerun.data.batch import Batch
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
+from scalerun.registry import Registry
+
+
+@dataclass
+class CriterionOutput:
+    """The cost of one batch."""
+
+    loss_sum: Tensor
+    """Scalar float32, nats, summed over the targets; the caller divides."""
+    num_targets: int
+    """Target positions of the batch."""
+    aux_loss: Tensor | None = None
+    """Scalar that the model adds per batch, already weighted; None for most models."""
+    stats: dict[str, Tensor | float] = field(default_factory=dict)
+    """Further sums for the log, detached."""
+
+
+class BaseCriterion(nn.Module, ABC):
+    """Runs the model on a batch and sums the loss over the batch's targets.
+
+    Args:
+        cfg: the criterion's settings.
+    """
+
+    def __init__(self, cfg: ScalerunDataclass) -> None:
+        super().__init__()
+        self.cfg = cfg
+
+    @abstractmethod
+    def forward(self, model: nn.Module, batch: Batch) -> CriterionOutput:
+        """Compute the loss sum of one batch; it may have no target at all."""
+
+
+CRITERION_REGISTRY: Registry[BaseCriterion] = Registry(
+    "--criterion",
+    BaseCriterion,  # type: ignore[type-abstract]
+)
+register_criterion = CRITERION_REGISTRY.register
+
+
+def build_criterion(cfg: ScalerunDataclass) -> BaseCriterion:
+    """Build the criterion that ``cfg`` describes."""
+    return CRITERION_REGISTRY.class_for(cfg)(cfg)

@@ -1,0 +1,88 @@
+"""Cross entropy, summed over target tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput, register_criterion
+from scalerun.data.batch import IGNORE_INDEX, Batch
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
+
+CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**26}
+"""Logits treated at a time: about a CPU's second-level cache; on a GPU, enough to fill it."""
+
+
+@dataclass
+class CrossEntropyConfig(ScalerunDataclass):
+    """Settings of ``--criterion cross_entropy``: none."""
+
+
+@register_criterion("cross_entropy", CrossEntropyConfig)
+class CrossEntropy(BaseCriterion):
+    """Negative log-likelihood of the targets in nats, summed, computed in float32."""
+
+    def forward(self, model: nn.Module, batch: Batch) -> CriterionOutput:
+        output = model(**batch.net_input())
+        loss_sum = cross_entropy_sum(output.logits, batch.targets)
+        stats: dict[str, Tensor | float] = {}
+        if output.aux_loss is not None:
+            stats["aux_loss"] = output.aux_loss.detach()
+        return CriterionOutput(loss_sum, batch.num_targets, output.aux_loss, stats)
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of -log softmax(logits)[target] over the targets that are not ``IGNORE_INDEX``.
+
+    The softmax is computed in float32 whatever the type of the logits, a block of rows at a time,
+    forward and again backward. Besides the logits and their gradient nothing of their size is held.
+
+    Args:
+        logits: (..., V) floating point.
+        targets: (...) int64.
+
+    Returns:
+        A float32 scalar; 0 when there are no targets.
+    """
+    rows = logits.reshape(-1, logits.shape[-1])
+    result: Tensor = _CrossEntropySum.apply(rows, targets.reshape(-1))
+    return result
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """(N, V) logits and (N,) targets -> scalar."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        index = targets.clamp(min=0).unsqueeze(1)
+        log_probs = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+        for rows in _blocks(logits):
+            log_softmax = torch.log_softmax(logits[rows], dim=-1, dtype=torch.float32)
+            log_probs[rows] = log_softmax.gather(1, index[rows]).squeeze(1)
+        ctx.save_for_backward(logits, targets)
+        return -log_probs.masked_fill_(targets == IGNORE_INDEX, 0.0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        logits, targets = ctx.saved_tensors
+        index = targets.clamp(min=0).unsqueeze(1)
+        scale = torch.where(targets == IGNORE_INDEX, 0.0, grad_output).unsqueeze(1)
+        grad = torch.empty_like(logits)
+        for rows in _blocks(logits):
+            probs = torch.softmax(logits[rows], dim=-1, dtype=torch.float32)
+            probs.scatter_add_(1, index[rows], probs.new_full((1, 1), -1.0).expand_as(index[rows]))
+            torch.mul(probs, scale[rows], out=grad[rows])
+        return grad, None
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    """Slices of rows, of about ``CHUNK_ELEMENTS`` logits each."""
+    num_rows, num_columns = logits.shape
+    elements = CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS["cuda"])
+    step = max(1, elements // num_columns)
+    return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]

@@ -1,0 +1,198 @@
+"""JsonlDataset: the documents of one text file, with an account of every line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from scalerun.data.layout import TextFile
+from scalerun.data.text_stream import MAX_LINE_BYTES, StreamError, read_chunks, read_lines
+from scalerun.dataclass.errors import UserError
+
+MAX_QUARANTINED_CHARACTERS = 10_000
+MAX_KEYS_SHOWN = 8
+
+
+class BadRecord(ValueError):
+    """A line that holds no document; the message is the reason."""
+
+
+@dataclass
+class ReadCounts:
+    """What became of the lines of a file: ``lines = blank + empty + quarantined + documents``.
+
+    A ``.txt`` file counts as one line.
+    """
+
+    lines: int = 0
+    blank: int = 0
+    """Lines with nothing but white space."""
+    empty: int = 0
+    """Documents whose text has no character; there is nothing to learn from them."""
+    quarantined: int = 0
+    """Bad records that ``--bad-records skip`` left out."""
+    documents: int = 0
+
+    def __add__(self, other: ReadCounts) -> ReadCounts:
+        mine, theirs = asdict(self), asdict(other)
+        return ReadCounts(**{name: mine[name] + theirs[name] for name in mine})
+
+
+@dataclass(frozen=True)
+class QuarantinedRecord:
+    """A bad record, and why it is one."""
+
+    file: str
+    line: int
+    """From 1."""
+    reason: str
+    record: str
+    """Its beginning; bytes that are not UTF-8 are written as backslash escapes."""
+
+
+class JsonlDataset:
+    """Iterates over the texts of a ``.jsonl`` file (also compressed) or of a ``.txt`` file.
+
+    Each line is a JSON object whose key ``text`` is a document; other keys are ignored. A ``.txt``
+    file is one document whose line ends become line feeds.
+
+    Args:
+        file: which file.
+        on_bad_record: called with each bad record; None stops at the first one.
+
+    Raises (while iterating):
+        UserError: a bad record, with file, line and reason; or the file cannot be read.
+    """
+
+    def __init__(
+        self, file: TextFile, on_bad_record: Callable[[QuarantinedRecord], None] | None = None
+    ) -> None:
+        self.file = file
+        self.on_bad_record = on_bad_record
+        self.counts = ReadCounts()
+        """Complete once the iteration has ended."""
+
+    def __iter__(self) -> Iterator[str]:
+        self.counts = ReadCounts()
+        try:
+            yield from self._documents()
+        except OSError as error:
+            raise UserError(f"{self.file.path} cannot be read: {error.strerror}") from error
+
+    def _documents(self) -> Iterator[str]:
+        counts = self.counts
+        records = [self._whole_file()] if self.file.suffix == ".txt" else read_lines(self.file.path)
+        parse = parse_text if self.file.suffix == ".txt" else parse_record
+        for line in records:
+            counts.lines += 1
+            if isinstance(line, bytes) and not line.strip():
+                counts.blank += 1
+                continue
+            try:
+                if isinstance(line, StreamError):
+                    raise BadRecord(str(line))
+                text = parse(line)
+            except BadRecord as error:
+                counts.quarantined += 1
+                self._report(line, str(error))
+                continue
+            if text:
+                counts.documents += 1
+                yield text
+            else:
+                counts.empty += 1
+
+    def _whole_file(self) -> bytes | StreamError:
+        size = self.file.path.stat().st_size
+        if size > MAX_LINE_BYTES:
+            return StreamError(f"the file has {size:,} bytes, more than {MAX_LINE_BYTES:,}")
+        return b"".join(read_chunks(self.file.path))
+
+    def _report(self, line: bytes | StreamError, reason: str) -> None:
+        if self.on_bad_record is None:
+            raise UserError(
+                f"{self.file.path}:{self.counts.lines}: {reason}; repair it, or leave bad records "
+                "out with --bad-records skip"
+            )
+        content = line[: 4 * MAX_QUARANTINED_CHARACTERS] if isinstance(line, bytes) else b""
+        shown = content.decode(errors="backslashreplace")[:MAX_QUARANTINED_CHARACTERS]
+        self.on_bad_record(QuarantinedRecord(self.file.name, self.counts.lines, reason, shown))
+
+
+def parse_record(line: bytes) -> str:
+    """The document of one JSON line.
+
+    Raises:
+        BadRecord: there is none.
+    """
+    try:
+        record = json.loads(_decode(line), object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        raise BadRecord(f"not JSON: {error.msg} at character {error.pos + 1}") from error
+    except RecursionError as error:
+        raise BadRecord("not JSON: nested too deeply") from error
+    except ValueError as error:
+        raise BadRecord(f"not JSON: {error}") from error
+    if isinstance(record, _DuplicateKey):
+        raise BadRecord(f"the key {record.key!r} appears twice")
+    if not isinstance(record, dict):
+        raise BadRecord(f"{_kind(record)} instead of a JSON object with the key 'text'")
+    if "text" not in record:
+        keys = [repr(key) for key in record]
+        shown = ", ".join(keys[:MAX_KEYS_SHOWN]) + (", ..." if keys[MAX_KEYS_SHOWN:] else "")
+        raise BadRecord(f"no key 'text' (keys: {shown or 'none'})")
+    text = record["text"]
+    if not isinstance(text, str):
+        raise BadRecord(f"the value of 'text' is {_kind(text)} instead of a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRecord(
+            f"'text' has half a surrogate pair at character {error.start + 1}"
+        ) from error
+    return text
+
+
+def parse_text(content: bytes) -> str:
+    """The document of a ``.txt`` file.
+
+    Raises:
+        BadRecord: it is not UTF-8, or has NUL bytes as binary files do.
+    """
+    text = _decode(content.removeprefix(b"\xef\xbb\xbf"))
+    if "\0" in text:
+        raise BadRecord(f"a binary file (NUL byte at character {text.index(chr(0)) + 1})")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+class _DuplicateKey:
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _DuplicateKey:
+    result = dict(pairs)
+    if len(result) == len(pairs):
+        return result
+    keys = [key for key, _ in pairs]
+    return _DuplicateKey(next(key for key in keys if keys.count(key) > 1))
+
+
+def _decode(content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        bad = error.object[error.start]
+        hint = " (the file is not text, or is in another encoding)" if error.start == 0 else ""
+        raise BadRecord(f"not UTF-8: byte 0x{bad:02X} at byte {error.start + 1}{hint}") from error
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    names = {dict: "an object", list: "a list", str: "a string", _DuplicateKey: "an object"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,254 @@
+"""StreamingTextDataset: text files to sequences, shard by shard, without holding the corpus."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from scalerun.data.base_dataset import BaseDataset, DatasetCounts
+from scalerun.data.base_tokenizer import content_digest
+from scalerun.data.batch import Batch
+from scalerun.data.collate import Collater
+from scalerun.data.jsonl_dataset import QuarantinedRecord, ReadCounts
+from scalerun.data.layout import Split
+from scalerun.data.mixture_dataset import Mixture, corpus_sizes
+from scalerun.data.permutation import Purpose, permutation
+from scalerun.data.preparation import BackgroundPreparation
+from scalerun.data.quarantine import QuarantineFile
+from scalerun.data.token_block_dataset import Packing, TokenBlock, TokenBlockDataset
+from scalerun.data.token_cache import TokenCache
+from scalerun.data.token_file import TokenFile
+from scalerun.dataclass.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+SHARDS_KEPT_OPEN = 3
+"""The current one, the next, and the first, which validation sets and short corpora return to."""
+DIGEST_DIGITS = 16
+
+
+@dataclass(frozen=True)
+class ShardSummary:
+    """What a shard was found to hold, before any corpus is repeated or sampled."""
+
+    lines: ReadCounts
+    documents: int
+    tokens: int
+    num_bytes: int
+    samples: int | None = None
+    """Sequences in an epoch, where that does not need the packing to be done."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides which sequences there are, apart from the text and the tokenizer."""
+
+    packing: Packing
+    seed: int | None
+    """Seed of the order; None keeps the order of the files, as validation sets do."""
+    mixture: Mixture = field(default_factory=Mixture)
+
+
+class StreamingTextDataset(BaseDataset[TokenBlock]):
+    """The sequences of one split.
+
+    Within a shard, documents are permuted and cut into sequences, which are permuted again; both
+    orders are functions of (seed, epoch, shard). Only the shards at hand are open.
+
+    Args:
+        split: its files.
+        cache: gives their tokens.
+        recipe: cutting, order and shares.
+        collater: makes batches.
+        quarantine: where bad records are listed.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        cache: TokenCache,
+        *,
+        recipe: Recipe,
+        collater: Collater,
+        quarantine: QuarantineFile,
+    ) -> None:
+        recipe.mixture.check_names(split.corpora)
+        self.split = split
+        self.cache = cache
+        self.recipe = recipe
+        self.collater = collater
+        self.quarantine = quarantine
+        self.summaries: dict[int, ShardSummary] = {}
+        """By shard, of those that were read so far."""
+        self.reports: list[dict[str, Any]] = []
+        """What was found while reading, for whoever logs events; the reader empties it."""
+        self._background = BackgroundPreparation(cache)
+        self._open_files: OrderedDict[int, list[TokenFile]] = OrderedDict()
+        self._open_shards: OrderedDict[tuple[int, int], TokenBlockDataset] = OrderedDict()
+        self._fingerprint = self._make_fingerprint()
+        self._survey()
+
+    @property
+    def name(self) -> str:
+        return self.split.name
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def num_shards(self) -> int:
+        return len(self.split.shards)
+
+    def open_first(self) -> None:
+        """Read the first shard, so that what is wrong with it is known before training starts.
+
+        Raises:
+            UserError: it cannot be read, or it is the only one and empty.
+        """
+        self._files(0)
+        if self.num_shards() == 1 and not self.summaries[0].documents:
+            lines = self.lines()
+            raise UserError(
+                f"{self.name} has no documents: {lines.lines} lines, of which {lines.blank} blank, "
+                f"{lines.empty} empty and {lines.quarantined} bad; check the text files"
+            )
+
+    def shard(self, epoch: int, index: int) -> Sequence[TokenBlock]:
+        key = (epoch if self.recipe.seed is not None else 1, index)
+        if key not in self._open_shards:
+            self._open_shards[key] = self._arrange(epoch, index)
+            while len(self._open_shards) > SHARDS_KEPT_OPEN:
+                self._open_shards.popitem(last=False)
+        return self._open_shards[key]
+
+    def prefetch(self, index: int) -> None:
+        if index not in self.summaries:
+            self._background.start(self.split.shards[index])
+
+    def collate(self, samples: Sequence[TokenBlock], sample_ids: Sequence[int]) -> Batch:
+        return self.collater(samples, sample_ids)
+
+    def counts(self) -> DatasetCounts | None:
+        if len(self.summaries) < self.num_shards():
+            return None
+        found = self.summaries.values()
+        return DatasetCounts(
+            documents=sum(summary.documents for summary in found),
+            tokens=sum(summary.tokens for summary in found),
+            num_bytes=sum(summary.num_bytes for summary in found),
+        )
+
+    def num_samples(self) -> int | None:
+        samples = [summary.samples for summary in self.summaries.values()]
+        if len(samples) < self.num_shards():
+            return None
+        known = [count for count in samples if count is not None]
+        return sum(known) if len(known) == len(samples) else None
+
+    def lines(self) -> ReadCounts:
+        """What became of the lines of the shards that were read so far."""
+        return sum((summary.lines for summary in self.summaries.values()), ReadCounts())
+
+    def _make_fingerprint(self) -> str:
+        """Digest of the data, a dash, digest of the settings."""
+        digests = self.cache.digests
+        text = [
+            f"{i} {file.name} {digests.sampled(file.path)}"
+            for i, files in enumerate(self.split.shards)
+            for file in files
+        ]
+        digests.save()
+        recipe = self.recipe
+        settings = [
+            self.cache.tokenizer.digest,
+            repr(sorted(asdict(recipe.packing).items())),
+            repr((recipe.seed, sorted(recipe.mixture.weights.items()), recipe.mixture.alpha)),
+        ]
+        return "-".join(content_digest(*part)[:DIGEST_DIGITS] for part in (text, settings))
+
+    def _survey(self) -> None:
+        """Look at the shards that the cache holds already, so that totals are known early."""
+        for index, files in enumerate(self.split.shards):
+            tokens = [self.cache.peek(file) for file in files]
+            present = [each for each in tokens if each is not None]
+            if len(present) == len(files):
+                self._summarise(index, present)
+
+    def _summarise(self, index: int, files: Sequence[TokenFile]) -> None:
+        for file in files:
+            self._report_bad_records(file.quarantined)
+        tokens = sum(file.num_tokens for file in files)
+        plain = self.recipe.packing.break_mode == "none" and self.recipe.mixture.is_plain
+        length = self.recipe.packing.tokens_per_sample
+        self.summaries[index] = ShardSummary(
+            lines=sum((file.counts for file in files), ReadCounts()),
+            documents=sum(file.num_documents for file in files),
+            tokens=tokens,
+            num_bytes=sum(file.num_bytes for file in files),
+            samples=-(-tokens // length) if plain else None,
+        )
+
+    def _files(self, index: int) -> list[TokenFile]:
+        if index not in self._open_files:
+            names = self.split.shards[index]
+            files = [self.cache.load(file) for file in names]
+            self.cache.digests.save()
+            if index not in self.summaries:
+                self._summarise(index, files)
+            self._log_mixture(index, files)
+            self._open_files[index] = files
+            while len(self._open_files) > SHARDS_KEPT_OPEN:
+                self._open_files.popitem(last=False)
+        return self._open_files[index]
+
+    def _arrange(self, epoch: int, index: int) -> TokenBlockDataset:
+        files = self._files(index)
+        seed = self.recipe.seed
+        corpora = [file.corpus for file in self.split.shards[index]]
+        documents = self.recipe.mixture.choose(files, corpora, seed or 0, epoch, index)
+        if seed is not None:
+            order = permutation(len(documents), seed, epoch, index, Purpose.DOCUMENTS)
+            documents = documents[order]
+        end_id = self.cache.tokenizer.dictionary.eos
+        blocks = TokenBlockDataset(files, documents, self.recipe.packing, end_id=end_id)
+        if seed is not None:
+            blocks.reorder(permutation(len(blocks), seed, epoch, index, Purpose.BLOCKS))
+        if blocks.num_dropped:
+            logger.info(
+                "%s, shard %d: --sample-break-mode %s drops %d of %d tokens, at the end of long "
+                "documents",
+                self.name, index, self.recipe.packing.break_mode, blocks.num_dropped,
+                blocks.num_tokens,
+            )  # fmt: skip
+        return blocks
+
+    def _report_bad_records(self, records: Sequence[QuarantinedRecord]) -> None:
+        if not records:
+            return
+        self.quarantine.add(records)
+        first = records[0]
+        self.reports.append(
+            {
+                "event": "bad_record",
+                "subset": self.name,
+                "file": first.file,
+                "records": len(records),
+                "line": first.line,
+                "reason": first.reason,
+                "listed_in": str(self.quarantine.path),
+            }
+        )
+
+    def _log_mixture(self, index: int, files: Sequence[TokenFile]) -> None:
+        if self.recipe.mixture.is_plain:
+            return
+        sizes = corpus_sizes(files, [file.corpus for file in self.split.shards[index]])
+        copies = self.recipe.mixture.copies(sizes)
+        for name, size in sizes.items():
+            logger.info(
+                "%s, shard %d: %s has %d documents and %d tokens, read %.3f times an epoch",
+                self.name, index, name, size.documents, size.tokens, copies[name],
+            )  # fmt: skip

@@ -1,0 +1,106 @@
+"""Loss of a model on a validation set: the one way, for training and for ``validate``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from scalerun.criterions.base_criterion import BaseCriterion
+from scalerun.data.loader import valid_batches
+from scalerun.distributed.precision import Precision
+from scalerun.logging.metrics import bits_per_byte, perplexity
+from scalerun.models.base_model import BaseModel
+from scalerun.tasks.base_task import BaseTask
+
+
+@dataclass(frozen=True)
+class SubsetResult:
+    """What a validation set gave."""
+
+    subset: str
+    loss: float
+    """Bits per target token."""
+    tokens: int
+    """Target tokens that were scored."""
+    documents: int
+    """Documents in the set."""
+    bytes_per_token: float | None
+    """UTF-8 bytes of the whole set's text per target token; None where there is no text."""
+
+    @property
+    def ppl(self) -> float:
+        """Perplexity per target token; infinite where it overflows."""
+        return perplexity(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits per UTF-8 byte of text, comparable between tokenizers."""
+        if self.bytes_per_token is None:
+            return None
+        return bits_per_byte(self.loss, self.bytes_per_token)
+
+    def record(self) -> dict[str, float | int | str | None]:
+        """The numbers under their names in ``metrics.jsonl``."""
+        return {
+            "subset": self.subset,
+            "loss": self.loss,
+            "ppl": self.ppl,
+            "bits_per_byte": self.bits_per_byte,
+            "tokens": self.tokens,
+        }
+
+
+def evaluate(
+    task: BaseTask,
+    model: BaseModel,
+    criterion: BaseCriterion,
+    subset: str,
+    *,
+    batch_size: int,
+    precision: Precision,
+    max_steps: int | None = None,
+    num_workers: int = 0,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> SubsetResult | None:
+    """Score a validation set. Every target token counts once, whatever the batch size.
+
+    The model is left in the mode it was in, and no random number is drawn that training depends on.
+
+    Args:
+        max_steps: score at most this many batches.
+        should_stop: asked before each batch.
+
+    Returns:
+        The result, or None when ``should_stop`` ended the pass.
+    """
+    dataset = task.load_dataset(subset)
+    was_training = model.training
+    model.eval()
+    criterion.eval()
+    loss_sum = torch.zeros((), dtype=torch.float64, device=precision.device)
+    tokens = 0
+    try:
+        with torch.no_grad():
+            for batch in valid_batches(
+                dataset, batch_size=batch_size, max_steps=max_steps, num_workers=num_workers
+            ):
+                if should_stop():
+                    return None
+                with precision.autocast():
+                    output = task.valid_step(batch.to(precision.device), model, criterion)
+                loss_sum += output.loss_sum
+                tokens += batch.num_targets
+    finally:
+        model.train(was_training)
+        criterion.train(was_training)
+    counts = dataset.counts()
+    return SubsetResult(
+        subset=subset,
+        loss=loss_sum.item() / max(tokens, 1) / math.log(2),
+        tokens=tokens,
+        documents=counts.documents if counts else 0,
+        bytes_per_token=counts.bytes_per_token if counts else None,
+    )

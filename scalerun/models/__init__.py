@@ -1,0 +1,24 @@
+"""Models: what can be trained, and the presets by which they are chosen."""
+
+from scalerun.models import transformer_lm
+from scalerun.models.base_decoder import BaseDecoder, DecoderOutput
+from scalerun.models.base_model import (
+    ARCH_REGISTRY,
+    MODEL_REGISTRY,
+    BaseModel,
+    build_model,
+    register_model,
+    register_model_architecture,
+)
+
+__all__ = [
+    "ARCH_REGISTRY",
+    "MODEL_REGISTRY",
+    "BaseDecoder",
+    "BaseModel",
+    "DecoderOutput",
+    "build_model",
+    "register_model",
+    "register_model_architecture",
+    "transformer_lm",
+]

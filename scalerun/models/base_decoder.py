@@ -1,0 +1,62 @@
+"""The base of all models that predict the next token. B batch, T time, V vocabulary."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+from torch import Tensor
+
+from scalerun.models.base_model import BaseModel
+from scalerun.modules.incremental_state import IncrementalState
+
+
+class DecoderOutput(NamedTuple):
+    """What a decoder returns."""
+
+    logits: Tensor
+    """(B, T, V), or (B, 1, V) when only the last token's were asked for."""
+    aux_loss: Tensor | None = None
+    """Sum of the layers' auxiliary losses, a scalar; None if no layer has one."""
+
+
+class BaseDecoder(BaseModel):
+    """A model whose logits at t depend on tokens 0..t alone."""
+
+    @abstractmethod
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        *,
+        positions_BT: Tensor | None = None,
+        document_ids_BT: Tensor | None = None,
+        padding_mask_BT: Tensor | None = None,
+        incremental_state: IncrementalState | None = None,
+        last_token_only: bool = False,
+    ) -> DecoderOutput:
+        """Logits of the token that follows each token.
+
+        Args:
+            tokens_BT: (B, T) int64. With an incremental state only the new tokens: a prompt, a
+                part of one, or one token; the state is extended by them.
+            positions_BT: (B, T) int64 from 0, for tables of absolute positions. By default
+                positions count the tokens that are not padding. Relative schemes always do.
+            document_ids_BT: (B, T) int64; a token sees earlier tokens with its own id only.
+            padding_mask_BT: (B, T) bool, True for padding, which no token sees. It may be on either
+                side. A token that sees nothing gets zeros from the mixer: finite, and meaningless.
+            incremental_state: from :meth:`init_incremental_state`; excludes ``positions_BT`` and
+                ``document_ids_BT``, for positions follow from the state.
+            last_token_only: compute the logits of the last token alone.
+
+        Raises:
+            ValueError: more tokens than learned positions or than the state has room for.
+        """
+
+    @abstractmethod
+    def init_incremental_state(self, batch_size: int, max_length: int) -> IncrementalState:
+        """An empty decoding state.
+
+        Args:
+            batch_size: sequences.
+            max_length: tokens (padding included) that a sequence may reach.
+        """

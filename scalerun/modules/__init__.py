@@ -1,0 +1,1 @@
+"""Parts of a model: each takes plain typed arguments, never a configuration object."""

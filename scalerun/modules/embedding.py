@@ -1,0 +1,71 @@
+"""From token numbers to vectors. B batch, T time, D model width, V vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scalerun.modules.drop_path import dropout
+from scalerun.modules.init import Initializer
+from scalerun.modules.positions.base_position import AbsolutePosition
+
+
+class TokenEmbedding(nn.Module):
+    """A table (V, D). The row of ``padding_idx`` gets no gradient from being looked up."""
+
+    def __init__(
+        self, vocab_size: int, dim: int, *, padding_idx: int | None, init: Initializer
+    ) -> None:
+        super().__init__()
+        self.padding_idx = padding_idx
+        self.init = init
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+
+    def initializers(self) -> dict[str, Initializer]:
+        return {"weight": self.init}
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return F.embedding(tokens_BT, self.weight, self.padding_idx)
+
+
+class InputEmbedding(nn.Module):
+    """``dropout(norm(scale * token + position))``.
+
+    Args:
+        tokens: the token table.
+        positions: maps positions (B or 1, T) to vectors, or None.
+        norm: applied to the sum, or None.
+        scale: factor of the token vectors alone.
+        dropout: rate of elements set to 0 in training.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenEmbedding,
+        positions: AbsolutePosition | None,
+        *,
+        norm: nn.Module | None = None,
+        scale: float = 1.0,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.positions = positions
+        self.norm = norm
+        self.scale = scale
+        self.dropout = dropout
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        x_BTD = self.tokens(tokens_BT)
+        if self.scale != 1.0:
+            x_BTD = self.scale * x_BTD
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions(positions_BT).to(x_BTD.dtype)
+        if self.norm is not None:
+            x_BTD = self.norm(x_BTD)
+        return dropout(x_BTD, self.dropout, self.training)
+
+    def num_positions(self) -> int | None:
+        """Positions that the table of positions has; None for no limit."""
+        return self.positions.limit if self.positions is not None else None

@@ -1,0 +1,124 @@
+"""What a decoder remembers between calls: one state per layer, and where the sequences stand.
+
+B batch, H heads, T new tokens, S keys so far, K width of a head.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class LayerState(ABC):
+    """The memory of one layer. Every tensor in it has the batch as its first dimension."""
+
+    @abstractmethod
+    def reorder(self, order: Tensor) -> None:
+        """Make row i what row ``order[i]`` was; ``order`` may be of another length."""
+
+
+class KVCache(LayerState):
+    """Keys and values of one attention layer, allocated once for the longest sequence.
+
+    The buffers appear at the first :meth:`append`, with the dtype and device of the keys. Keys are
+    stored as the scores use them, so rotated keys are never rotated again.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self.keys_BHSK: Tensor | None = None
+        self.values_BHSK: Tensor | None = None
+
+    def append(self, k_BHTK: Tensor, v_BHTK: Tensor, *, start: int) -> tuple[Tensor, Tensor]:
+        """Write at slots ``start`` and after; return views of all keys and values so far."""
+        end = start + k_BHTK.shape[2]
+        if self.keys_BHSK is None or self.values_BHSK is None:
+            batch, heads, _, width = k_BHTK.shape
+            shape = (batch, heads, self.max_length, width)
+            self.keys_BHSK = k_BHTK.new_zeros(shape)
+            self.values_BHSK = v_BHTK.new_zeros(shape)
+        self.keys_BHSK[:, :, start:end] = k_BHTK
+        self.values_BHSK[:, :, start:end] = v_BHTK
+        return self.keys_BHSK[:, :, :end], self.values_BHSK[:, :, :end]
+
+    def reorder(self, order: Tensor) -> None:
+        if self.keys_BHSK is not None and self.values_BHSK is not None:
+            self.keys_BHSK = self.keys_BHSK.index_select(0, order)
+            self.values_BHSK = self.values_BHSK.index_select(0, order)
+
+
+class IncrementalState:
+    """The memory of a decoder for a batch of sequences that grow together.
+
+    Args:
+        layers: the states of the layers, in order.
+        batch_size: sequences.
+        max_length: tokens (padding included) that a sequence may reach.
+    """
+
+    def __init__(self, layers: Sequence[LayerState], *, batch_size: int, max_length: int) -> None:
+        self.layers = list(layers)
+        self.batch_size = batch_size
+        self.max_length = max_length
+        self.length = 0
+        """Tokens (padding included) that every sequence has so far."""
+        self._padding_BS: Tensor | None = None
+        self._positions_BS: Tensor | None = None
+
+    def check(self, batch_size: int, num_tokens: int) -> None:
+        """Refuse new tokens that do not fit.
+
+        Raises:
+            ValueError: the batch has another size, or a sequence would outgrow ``max_length``.
+        """
+        if batch_size != self.batch_size:
+            raise ValueError(
+                f"the incremental state holds {self.batch_size} sequences, the tokens {batch_size}"
+            )
+        if self.length + num_tokens > self.max_length:
+            raise ValueError(
+                f"{self.length} tokens in the incremental state and {num_tokens} new ones exceed "
+                f"its max_length {self.max_length}"
+            )
+
+    def place(
+        self, padding_BT: Tensor | None, num_tokens: int, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Positions of the next tokens, positions of all keys, and which keys are padding.
+
+        Padding does not count: the first real token of a row stands at 0. Without any padding so
+        far, rows agree, and the results are (1, T), (1, S) and None; else (B, T), (B, S), (B, S).
+        """
+        start, end = self.length, self.length + num_tokens
+        if padding_BT is None and self._padding_BS is None:
+            keys = torch.arange(end, device=device).unsqueeze(0)
+            return keys[:, start:], keys, None
+        if self._padding_BS is None or self._positions_BS is None:
+            shape = (self.batch_size, self.max_length)
+            self._padding_BS = torch.zeros(shape, dtype=torch.bool, device=device)
+            self._positions_BS = torch.arange(self.max_length, device=device).repeat(shape[0], 1)
+        self._padding_BS[:, start:end] = False if padding_BT is None else padding_BT
+        counts = (~self._padding_BS[:, :end]).cumsum(1) - 1
+        self._positions_BS[:, start:end] = counts[:, start:].clamp_min(0)
+        keys = self._positions_BS[:, :end]
+        return keys[:, start:], keys, self._padding_BS[:, :end]
+
+    def advance(self, num_tokens: int) -> None:
+        """Count tokens whose states all layers now hold."""
+        self.length += num_tokens
+
+    def reorder(self, order: Tensor) -> None:
+        """Make sequence i what sequence ``order[i]`` was, as beam search needs it.
+
+        Args:
+            order: (new batch size,) int64; a sequence may be repeated or left out.
+        """
+        for layer in self.layers:
+            layer.reorder(order)
+        if self._padding_BS is not None and self._positions_BS is not None:
+            self._padding_BS = self._padding_BS.index_select(0, order)
+            self._positions_BS = self._positions_BS.index_select(0, order)
+        self.batch_size = order.shape[0]

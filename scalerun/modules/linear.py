@@ -1,0 +1,26 @@
+"""A linear layer that is told how it starts."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from scalerun.modules.init import Initializer, LinearInit
+
+
+class Linear(nn.Linear):
+    """``x W^T + b`` with ``W`` of shape (out, in). Weights are unset until they are initialised."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, init: LinearInit, bias: bool = True
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.init = init
+
+    def reset_parameters(self) -> None:
+        """Leave the weights unset: :func:`scalerun.modules.init.initialize` draws them."""
+
+    def initializers(self) -> dict[str, Initializer]:
+        found = {"weight": self.init.weight}
+        if self.bias is not None:
+            found["bias"] = self.init.bias
+        return found

@@ -1,0 +1,94 @@
+"""Where the norm of a residual branch sits, and how branch and stream are added.
+
+B batch, T time, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+from torch import Tensor, nn
+
+from scalerun.modules.drop_path import drop_path, dropout
+
+
+class Residual(nn.Module, ABC):
+    """Surrounds a branch: ``after(x, branch(before(x)))``.
+
+    Args:
+        norm: the one norm of the branch.
+        alpha: factor of the residual stream, never of the branch.
+        dropout: rate of elements of the branch's output set to 0.
+        drop_path: rate of whole samples of the branch's output set to 0, after dropout.
+    """
+
+    def __init__(
+        self,
+        norm: nn.Module,
+        *,
+        alpha: float = 1.0,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.norm = norm
+        self.alpha = alpha
+        self.dropout = dropout
+        self.drop_path = drop_path
+
+    @abstractmethod
+    def before(self, x_BTD: Tensor) -> Tensor:
+        """What the branch reads."""
+
+    @abstractmethod
+    def after(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+        """The new stream, from the old one and the branch's output."""
+
+    def add(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+        y_BTD = dropout(y_BTD, self.dropout, self.training)
+        y_BTD = drop_path(y_BTD, self.drop_path, self.training)
+        return (x_BTD if self.alpha == 1.0 else self.alpha * x_BTD) + y_BTD
+
+
+class PreNorm(Residual):
+    """``alpha * x + branch(norm(x))``; alpha is 1 except in some models of TorchScale."""
+
+    def before(self, x_BTD: Tensor) -> Tensor:
+        return self.norm(x_BTD)
+
+    def after(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+        return self.add(x_BTD, y_BTD)
+
+
+class PostNorm(Residual):
+    """``norm(x + branch(x))``, as in Vaswani et al. 2017, arXiv:1706.03762."""
+
+    def before(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD
+
+    def after(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+        return self.norm(self.add(x_BTD, y_BTD))
+
+
+class DeepNorm(PostNorm):
+    """``norm(alpha * x + branch(x))``: post-norm that stays stable at a thousand layers.
+
+    Source: Wang et al. 2022, arXiv:2203.00555. For N decoder-only layers alpha = (2N)**(1/4) and
+    the init gain of value, output and feed-forward weights is (8N)**(-1/4).
+    """
+
+
+def deepnorm_alpha(num_layers: int) -> float:
+    """Factor of the residual stream for an encoder or a decoder alone (arXiv:2203.00555)."""
+    return (2.0 * num_layers) ** 0.25
+
+
+def deepnorm_gain(num_layers: int) -> float:
+    """Init gain beta for an encoder or a decoder alone (arXiv:2203.00555)."""
+    return (8.0 * num_layers) ** -0.25
+
+
+def subln_gain(num_layers: int) -> float:
+    """Init gain gamma for an encoder or a decoder alone (Wang et al. 2022, arXiv:2210.06423)."""
+    return math.sqrt(math.log(2.0 * num_layers))

@@ -1,0 +1,66 @@
+"""Parameter groups: which parameters decay, and whose learning rate is scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from scalerun.dataclass.errors import ConfigError
+
+
+def build_param_groups(
+    named_params: Mapping[str, nn.Parameter],
+    *,
+    weight_decay: float,
+    decay_all: bool = False,
+    decay_exclude: Sequence[str] = (),
+    lr_scale: Mapping[str, float] | None = None,
+) -> list[dict[str, Any]]:
+    """Split parameters into groups for a ``torch.optim`` optimizer.
+
+    A parameter with fewer than two dimensions (a bias, the gain of a norm) does not decay, unless
+    ``decay_all`` is set; one whose name matches a pattern of ``decay_exclude`` never does. The
+    first pattern of ``lr_scale`` that matches a name decides its factor, 1 without a match.
+    Patterns are shell-style: ``*`` stands for any characters, dots included.
+
+    Returns:
+        Groups with the keys ``params``, ``names``, ``weight_decay`` and ``lr_scale``, in order of
+        first appearance, none of them empty.
+
+    Raises:
+        ConfigError: a pattern matches no parameter.
+    """
+    lr_scale = lr_scale or {}
+    _check_patterns("--weight-decay-exclude", decay_exclude, named_params)
+    _check_patterns("--lr-scale", tuple(lr_scale), named_params)
+    groups: dict[tuple[bool, float], dict[str, Any]] = {}
+    for name, param in named_params.items():
+        decays = decay_all or param.ndim >= 2
+        if any(fnmatchcase(name, pattern) for pattern in decay_exclude):
+            decays = False
+        scale = next((f for pattern, f in lr_scale.items() if fnmatchcase(name, pattern)), 1.0)
+        group = groups.setdefault(
+            (decays, scale),
+            {
+                "params": [],
+                "names": [],
+                "weight_decay": weight_decay if decays else 0.0,
+                "lr_scale": scale,
+            },
+        )
+        group["params"].append(param)
+        group["names"].append(name)
+    return list(groups.values())
+
+
+def _check_patterns(flag: str, patterns: Sequence[str], names: Mapping[str, nn.Parameter]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            example = next(iter(names), "")
+            raise ConfigError(
+                f"{flag} has {pattern!r}, which matches no parameter; use a parameter's name with "
+                f"* for any characters (the first one here is {example})"
+            )

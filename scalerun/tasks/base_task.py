@@ -1,0 +1,147 @@
+"""BaseTask: what a run trains on, and what one step of it is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput
+from scalerun.data.base_dataset import BaseDataset
+from scalerun.data.batch import Batch
+from scalerun.data.dictionary import Dictionary
+from scalerun.data.tokenizer import BaseTokenizer
+from scalerun.dataclass.errors import UserError
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
+from scalerun.models.base_model import BaseModel, build_model
+from scalerun.registry import Registry
+
+
+class BaseTask(ABC):
+    """Owns the data, the vocabulary and the meaning of a step.
+
+    Args:
+        cfg: the task's settings.
+
+    Attributes:
+        dictionary: the vocabulary of the model.
+        tokenizer: text to ids and back; None for tasks without text.
+        sequence_length: tokens of a full sequence, to estimate what a step costs.
+    """
+
+    dictionary: Dictionary
+    tokenizer: BaseTokenizer | None = None
+    sequence_length: int
+
+    def __init__(self, cfg: ScalerunDataclass) -> None:
+        self.cfg = cfg
+        self._datasets: dict[str, BaseDataset[Any]] = {}
+
+    @classmethod
+    @abstractmethod
+    def setup_task(cls, cfg: Any, *, seed: int, cache_dir: Path, quarantine: Path) -> Self:
+        """Build the task; the data folder is not looked at yet.
+
+        Args:
+            cfg: the task's own configuration.
+            seed: seed of the data's order.
+            cache_dir: where prepared data is kept unless the configuration names a folder.
+            quarantine: file that lists records that were left out.
+
+        Raises:
+            UserError: a file of the vocabulary is missing or damaged.
+        """
+
+    @abstractmethod
+    def read_dataset(self, split: str) -> BaseDataset[Any]:
+        """Build the dataset of a split; the training split shuffled, every other in file order."""
+
+    def load_dataset(self, split: str) -> BaseDataset[Any]:
+        """The dataset of a split, built at the first call.
+
+        Raises:
+            UserError: the split is not there or cannot be read.
+        """
+        if split not in self._datasets:
+            self._datasets[split] = self.read_dataset(split)
+        return self._datasets[split]
+
+    @abstractmethod
+    def valid_subsets(self, names: Sequence[str]) -> list[str]:
+        """Splits that the names stand for; a folder of sets stands for all of them.
+
+        Empty when the only name is the default ``valid`` and the data has no such folder.
+
+        Raises:
+            UserError: a set is not there; the message lists those that are.
+        """
+
+    def build_model(
+        self, model_cfg: ScalerunDataclass, *, seed: int, device: torch.device
+    ) -> BaseModel:
+        """The model for this task's vocabulary, with drawn weights."""
+        return build_model(
+            model_cfg,
+            vocab_size=len(self.dictionary),
+            padding_idx=self.dictionary.pad,
+            seed=seed,
+            device=device,
+        )
+
+    def train_step(
+        self, batch: Batch, model: nn.Module, criterion: BaseCriterion
+    ) -> CriterionOutput:
+        """The cost of a training batch, ready for its backward pass."""
+        return criterion(model, batch)
+
+    def valid_step(
+        self, batch: Batch, model: nn.Module, criterion: BaseCriterion
+    ) -> CriterionOutput:
+        """The cost of a validation batch; the caller has put the model in evaluation mode."""
+        with torch.no_grad():
+            return criterion(model, batch)
+
+    def assets(self) -> dict[str, Path]:
+        """Files that a checkpoint must carry to rebuild the task: name -> source."""
+        return dict(self.tokenizer.files) if self.tokenizer is not None else {}
+
+    @classmethod
+    def with_assets(cls, cfg: Any, folder: Path) -> Any:
+        """The configuration with the files of :meth:`assets` read from ``folder`` instead."""
+        return cfg
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint's weights depend on: the vocabulary."""
+        return {"vocabulary": self.dictionary.digest, "vocabulary_size": len(self.dictionary)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check that a checkpoint was made with this vocabulary.
+
+        Raises:
+            UserError: it was made with another one.
+        """
+        own = self.state_dict()
+        if state["vocabulary"] != own["vocabulary"]:
+            raise UserError(
+                f"the checkpoint was trained with another vocabulary ({state['vocabulary_size']} "
+                f"symbols; --tokenizer now gives {own['vocabulary_size']}); give the tokenizer that "
+                "it was trained with"
+            )
+
+    def data_report(self) -> list[dict[str, Any]]:
+        """Events about the data since the last call: ``{"event": name, ...}``."""
+        return []
+
+
+TASK_REGISTRY: Registry[BaseTask] = Registry("--task", BaseTask)  # type: ignore[type-abstract]
+register_task = TASK_REGISTRY.register
+
+
+def setup_task(cfg: ScalerunDataclass, *, seed: int, cache_dir: Path, quarantine: Path) -> BaseTask:
+    """Build the task that ``cfg`` describes."""
+    task_class = TASK_REGISTRY.class_for(cfg)
+    return task_class.setup_task(cfg, seed=seed, cache_dir=cache_dir, quarantine=quarantine)

@@ -1,0 +1,173 @@
+"""Language modelling on folders of text, read shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from scalerun.data.collate import Collater
+from scalerun.data.layout import TRAIN, find_sets, find_split
+from scalerun.data.mixture_dataset import Mixture
+from scalerun.data.quarantine import QuarantineFile
+from scalerun.data.streaming_dataset import Recipe, StreamingTextDataset
+from scalerun.data.token_block_dataset import BREAK_MODES, Packing
+from scalerun.data.token_cache import TokenCache
+from scalerun.data.tokenizer import BYTES, BaseTokenizer, load_tokenizer
+from scalerun.dataclass.errors import ConfigError
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
+from scalerun.tasks.base_task import BaseTask, register_task
+
+
+@dataclass
+class StreamingLanguageModelingConfig(ScalerunDataclass):
+    """Where the text is and how it becomes sequences."""
+
+    data: str = option("", "folder with train/<shard>/*.jsonl, or with text files", positional=True)
+    tokenizer: str | None = option(
+        None, "bytes, a sentencepiece .model file, or a tokenizers .json file"
+    )
+    vocab_filename: str | None = option(None, "GPT-2 vocab.json, with --merges-filename")
+    merges_filename: str | None = option(None, "GPT-2 merges.txt, with --vocab-filename")
+    end_of_document_symbol: str | None = option(
+        None, "symbol that ends a document (default: the tokenizer's own)"
+    )
+    sample_break_mode: str = option(
+        "none",
+        "none: cut the stream of documents anywhere; complete: whole documents; eos: one document; "
+        "eos_pad_8: one document, padded to a multiple of 8 only",
+        choices=BREAK_MODES,
+    )
+    tokens_per_sample: int = option(1024, "tokens in a sequence")
+    document_masking: bool = option(False, "attention stays inside a document")
+    reset_positions: bool = option(False, "positions count from the start of each document")
+    corpus_weights: dict[str, float] = option(
+        {}, "shares of the training tokens by corpus (file name), such as web=0.7,books=0.3"
+    )
+    multicorpus_sampling_alpha: float = option(
+        1.0, "share of corpus i in documents is (n_i / sum n)^alpha; 1 reads each document once"
+    )
+    bad_records: str = option(
+        "stop",
+        "stop at a record that cannot be read, or skip it and list it in quarantine.jsonl",
+        choices=("stop", "skip"),
+    )
+    cache_dir: str | None = option(
+        None, "folder for tokenised data, to share between runs (default: in the run folder)"
+    )
+
+    def validate(self) -> None:
+        if not self.data:
+            raise ConfigError("the data folder is missing: give it as the first argument")
+        if self.tokens_per_sample < 1:
+            raise ConfigError(f"--tokens-per-sample is {self.tokens_per_sample}; give 1 or more")
+        self.mixture()
+
+    def mixture(self) -> Mixture:
+        """Shares of the corpora."""
+        return Mixture(self.corpus_weights, self.multicorpus_sampling_alpha)
+
+
+@register_task("streaming_language_modeling", StreamingLanguageModelingConfig)
+class StreamingLanguageModelingTask(BaseTask):
+    """Predict each token of a text from those before it."""
+
+    cfg: StreamingLanguageModelingConfig
+    tokenizer: BaseTokenizer
+
+    def __init__(
+        self,
+        cfg: StreamingLanguageModelingConfig,
+        tokenizer: BaseTokenizer,
+        *,
+        seed: int,
+        cache_dir: Path,
+        quarantine: Path,
+    ) -> None:
+        super().__init__(cfg)
+        self.tokenizer = tokenizer
+        self.dictionary = tokenizer.dictionary
+        self.sequence_length = cfg.tokens_per_sample
+        self.seed = seed
+        self.cache_dir = cache_dir
+        self.quarantine = QuarantineFile(quarantine)
+        self._reports: list[dict[str, Any]] = []
+
+    @classmethod
+    def setup_task(
+        cls,
+        cfg: StreamingLanguageModelingConfig,
+        *,
+        seed: int,
+        cache_dir: Path,
+        quarantine: Path,
+    ) -> Self:
+        tokenizer = load_tokenizer(
+            cfg.tokenizer, cfg.vocab_filename, cfg.merges_filename, cfg.end_of_document_symbol
+        )
+        folder = Path(cfg.cache_dir) if cfg.cache_dir is not None else cache_dir
+        return cls(cfg, tokenizer, seed=seed, cache_dir=folder, quarantine=quarantine)
+
+    def read_dataset(self, split: str) -> StreamingTextDataset:
+        cfg = self.cfg
+        training = split == TRAIN
+        dataset = StreamingTextDataset(
+            find_split(cfg.data, split),
+            TokenCache(self.cache_dir, self.tokenizer, skip_bad_records=cfg.bad_records == "skip"),
+            recipe=Recipe(
+                packing=Packing(
+                    cfg.sample_break_mode, cfg.tokens_per_sample, split_long=not training
+                ),
+                seed=self.seed if training else None,
+                mixture=cfg.mixture() if training else Mixture(),
+            ),
+            collater=Collater(
+                pad_id=self.dictionary.pad,
+                document_masking=cfg.document_masking,
+                reset_positions=cfg.reset_positions,
+                empty_length=cfg.tokens_per_sample,
+            ),
+            quarantine=self.quarantine,
+        )
+        dataset.open_first()
+        self._reports.append(_describe(dataset))
+        return dataset
+
+    def valid_subsets(self, names: Sequence[str]) -> list[str]:
+        return find_sets(self.cfg.data, names)
+
+    @classmethod
+    def with_assets(
+        cls, cfg: StreamingLanguageModelingConfig, folder: Path
+    ) -> StreamingLanguageModelingConfig:
+        if cfg.tokenizer == BYTES:
+            return cfg
+        if cfg.tokenizer is not None:
+            return cfg.replace(tokenizer=str(folder / Path(cfg.tokenizer).name))
+        return cfg.replace(
+            vocab_filename=str(folder / "vocab.json"), merges_filename=str(folder / "merges.txt")
+        )
+
+    def data_report(self) -> list[dict[str, Any]]:
+        reports, self._reports = self._reports, []
+        for dataset in self._datasets.values():
+            assert isinstance(dataset, StreamingTextDataset)
+            reports += dataset.reports
+            dataset.reports = []
+        return reports
+
+
+def _describe(dataset: StreamingTextDataset) -> dict[str, Any]:
+    """What is known of a split once its first shard has been read."""
+    return {
+        "event": "data",
+        "subset": dataset.name,
+        "shards": dataset.num_shards(),
+        "shards_read": len(dataset.summaries),
+        "corpora": dataset.split.corpora,
+        "documents": sum(summary.documents for summary in dataset.summaries.values()),
+        "tokens": sum(summary.tokens for summary in dataset.summaries.values()),
+        **{f"lines_{name}": count for name, count in asdict(dataset.lines()).items()},
+        "fingerprint": dataset.fingerprint,
+    }

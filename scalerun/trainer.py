@@ -1,0 +1,446 @@
+"""The training loop: one place that orders the work of a run."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scalerun.checkpoint.checkpoint_manager import CheckpointManager
+from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput
+from scalerun.data.batch import Batch
+from scalerun.data.loader import BatchLoader
+from scalerun.dataclass.configs import ScalerunConfig
+from scalerun.dataclass.errors import UserError
+from scalerun.distributed.launch import seed_forward
+from scalerun.distributed.precision import Precision
+from scalerun.distributed.stop_signal import StopRequestedError, StopSignal
+from scalerun.evaluation import SubsetResult, evaluate
+from scalerun.logging.base_sink import BaseSink
+from scalerun.logging.metrics import Metrics, bits_per_byte, perplexity
+from scalerun.logging.nan_detector import NanDetector
+from scalerun.logging.profiler import UpdateProfiler
+from scalerun.logging.throughput import Throughput
+from scalerun.models.base_model import BaseModel
+from scalerun.optim.base_optimizer import BaseOptimizer
+from scalerun.optim.ema import EMA
+from scalerun.optim.loss_scaler import DynamicLossScaler
+from scalerun.optim.lr_scheduler.base_lr_scheduler import BaseLRScheduler
+from scalerun.tasks.base_task import BaseTask
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainerParts:
+    """Everything a Trainer puts to work. Built in ``cli/train.py``."""
+
+    task: BaseTask
+    model: BaseModel
+    criterion: BaseCriterion
+    optimizer: BaseOptimizer
+    lr_scheduler: BaseLRScheduler
+    loader: BatchLoader
+    checkpoints: CheckpointManager
+    sinks: BaseSink
+    throughput: Throughput
+    precision: Precision
+    loss_scaler: DynamicLossScaler | None
+    ema: EMA | None
+    profiler: UpdateProfiler
+    valid_subsets: list[str]
+
+
+@dataclass
+class Progress:
+    """Where a run stands. Saved with every checkpoint."""
+
+    num_updates: int = 0
+    validated_at: int = -1
+    """Update of the last finished validation."""
+    best_metric: float | None = None
+    validations_without_gain: int = 0
+    unfinished_validation: bool = False
+    """A stop broke off the validation of this update; it has to be done again."""
+    skips_in_a_row: int = 0
+    skipped_ranges: list[list[int]] = field(default_factory=list)
+    """Entries of ``--skip-batches`` that have been carried out."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as JSON values."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a :meth:`state_dict`."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+class Trainer:
+    """Orders the work of a run. Its parts are built in ``cli/train.py`` and handed in.
+
+    An *update* is one optimizer step; it uses ``--update-freq`` batches.
+    """
+
+    def __init__(self, cfg: ScalerunConfig, parts: TrainerParts, stop_signal: StopSignal) -> None:
+        self.cfg = cfg
+        self.parts = parts
+        self.stop_signal = stop_signal
+        self.task, self.model, self.criterion = parts.task, parts.model, parts.criterion
+        self.optimizer, self.lr_scheduler = parts.optimizer, parts.lr_scheduler
+        self.loader, self.checkpoints, self.sinks = parts.loader, parts.checkpoints, parts.sinks
+        self.throughput = parts.throughput
+        self.metrics = Metrics()
+        self.progress = Progress()
+        self.metric: tuple[int, float] | None = None
+        """The checkpoint metric, with the update it belongs to."""
+
+    @property
+    def num_updates(self) -> int:
+        """Finished updates."""
+        return self.progress.num_updates
+
+    def train(self) -> None:
+        """Run until the end or until a signal asks for a stop; resume first if there is a save.
+
+        Raises:
+            FloatingPointError: a loss or gradient is not finite and ``--nonfinite`` is ``stop``.
+            UserError: the checkpoint or the data cannot be used.
+        """
+        self.resume()
+        with self.parts.profiler, self.stop_signal.deferred():
+            if self.progress.unfinished_validation:
+                self.validate()
+            for batches in self.updates():
+                with self.parts.profiler.record(self.num_updates + 1):
+                    stepped = self.train_step(batches)
+                self.sinks.advance(self.num_updates)
+                if stepped and self.num_updates % self.cfg.common.log_interval == 0:
+                    self.log()
+                self.checkpoints.poll()
+                with self.throughput.pause():
+                    if self.validation_is_due(stepped):
+                        self.validate()
+                    if self.save_is_due(stepped):
+                        self.save()
+            with self.throughput.pause():
+                self.finish()
+
+    def resume(self) -> None:
+        """Load the run folder's newest good checkpoint, or ``--restore-file``, or nothing."""
+        ckpt = self.cfg.checkpoint
+        skip = {
+            name
+            for name, reset in (
+                ("optimizer", ckpt.reset_optimizer),
+                ("lr_scheduler", ckpt.reset_lr_scheduler),
+                ("metrics", ckpt.reset_meters),
+                ("throughput", ckpt.reset_meters),
+                ("loader", ckpt.reset_dataloader),
+            )
+            if reset
+        }
+        loaded = self.checkpoints.load_latest(
+            self.stateful(), skip=skip, optional=("ema", "loss_scaler")
+        )
+        if loaded is not None and loaded.restored:
+            if ckpt.reset_lr_scheduler:
+                self.progress.num_updates = 0
+            if ckpt.reset_meters:
+                self.progress.best_metric = None
+                self.progress.validations_without_gain = 0
+        if loaded is not None and self.parts.ema is not None and "ema" in loaded.missing:
+            self.parts.ema.restart()
+        self.lr_scheduler.step_update(self.num_updates)
+
+    def stateful(self) -> dict[str, Any]:
+        """The parts whose state a checkpoint holds, by the name it has there."""
+        parts = {
+            "model": self.model,
+            "task": self.task,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "loader": self.loader,
+            "metrics": self.metrics,
+            "throughput": self.throughput,
+            "trainer": self.progress,
+        }
+        if self.parts.loss_scaler is not None:
+            parts["loss_scaler"] = self.parts.loss_scaler
+        if self.parts.ema is not None:
+            parts["ema"] = self.parts.ema
+        return parts
+
+    def updates(self) -> Iterator[list[Batch]]:
+        """The batches of one update after the other, until something ends the run."""
+        stream = self.loader.updates()
+        self.throughput.start()
+        while (reason := self.end_reason()) is None:
+            self.skip_batches()
+            try:
+                with self.stop_signal.immediate():
+                    batches = next(stream, None)
+            except StopRequestedError:
+                continue
+            except UserError:
+                # A bad record far into the run: nothing that was learned is lost.
+                self.save(final=True)
+                raise
+            if batches is None:
+                reason = f"{self.cfg.optimization.max_epoch} epochs are done"
+                break
+            yield batches
+        logger.info("training ends: %s", reason)
+
+    def end_reason(self) -> str | None:
+        """Why the run is over, or None while it is not."""
+        opt, progress = self.cfg.optimization, self.progress
+        if self.stop_signal.signum is not None:
+            return "a signal asked for it"
+        if opt.max_update and self.num_updates >= opt.max_update:
+            return f"{self.num_updates} updates are done"
+        if opt.stop_time_hours and self.throughput.train_wall >= opt.stop_time_hours * 3600:
+            return f"--stop-time-hours {opt.stop_time_hours:g} is over"
+        if opt.patience > 0 and progress.validations_without_gain >= opt.patience:
+            return f"{opt.patience} validations without a better {self.metric_name()}"
+        if self.num_updates and self.optimizer.get_lr() <= opt.stop_min_lr:
+            return f"the learning rate is at or below --stop-min-lr {opt.stop_min_lr:g}"
+        return None
+
+    def skip_batches(self) -> None:
+        """Throw away the data of ``--skip-batches`` ranges that begin with the next update."""
+        for first, last in self.cfg.dataset.skipped_ranges():
+            done = [first, last] in self.progress.skipped_ranges
+            if first == self.num_updates + 1 and not done:
+                self.loader.skip_updates(last - first + 1)
+                self.progress.skipped_ranges.append([first, last])
+                self.event("skipped", reason="--skip-batches", updates=last - first + 1)
+
+    def train_step(self, batches: list[Batch]) -> bool:
+        """Do one update: count targets, run each batch forward and backward, clip, step.
+
+        The loss is the sum over target tokens divided by the number of target tokens in the whole
+        update. Cutting the same tokens into other batch sizes or accumulation counts leaves the
+        gradient as it was.
+
+        Returns:
+            Whether the weights changed; they do not when the gradient is not finite and
+            ``--nonfinite`` is ``skip``, or when float16 overflowed.
+
+        Raises:
+            FloatingPointError: a loss or gradient is not finite; the weights are left untouched.
+        """
+        self.model.train()
+        num_targets = sum(batch.num_targets for batch in batches)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.parts.precision.device)
+        for index, batch in enumerate(batches):
+            output = self.forward_backward(batch, index, num_targets, len(batches))
+            self.metrics.add(output.stats)
+            loss_sum += output.loss_sum.detach()
+        if self.parts.loss_scaler is not None:
+            self.optimizer.multiply_grads(1.0 / self.parts.loss_scaler.scale_value)
+        opt = self.cfg.optimization
+        grad_norm = self.optimizer.clip_grad_norm(opt.clip_norm, opt.clip_norm_type)  # type: ignore[arg-type]
+        finite = math.isfinite((grad_norm + loss_sum).item())  # the one wait for the device
+        if not self.may_step(finite, batches):
+            self.optimizer.zero_grad()
+            return False
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.progress.num_updates += 1
+        self.progress.skips_in_a_row = 0
+        if self.parts.ema is not None:
+            self.parts.ema.step(self.num_updates)
+        self.count(loss_sum, num_targets, grad_norm, batches)
+        self.lr_scheduler.step_update(self.num_updates)  # sets the rate of the next update
+        return True
+
+    def forward_backward(
+        self, batch: Batch, index: int, num_targets: int, num_batches: int
+    ) -> CriterionOutput:
+        """Add one batch's gradients."""
+        seed_forward(self.cfg.common.seed, self.num_updates, index)
+        batch = batch.to(self.parts.precision.device)
+        with self.parts.precision.autocast():
+            output = self.task.train_step(batch, self.model, self.criterion)
+        loss = output.loss_sum / max(num_targets, 1)
+        if output.aux_loss is not None:
+            loss = loss + output.aux_loss / num_batches
+        if self.parts.loss_scaler is not None:
+            loss = self.parts.loss_scaler.scale(loss)
+        loss.backward()
+        return output
+
+    def may_step(self, finite: bool, batches: list[Batch]) -> bool:
+        """Whether the gradients may be used; says and counts it when they may not."""
+        scaler = self.parts.loss_scaler
+        if scaler is not None:
+            scaler.update(finite)
+            return finite
+        if finite:
+            return True
+        where = self.describe_nonfinite(batches)
+        common = self.cfg.common
+        if common.nonfinite == "stop":
+            raise FloatingPointError(
+                f"{where}; the weights are those of update {self.num_updates}; give "
+                f"--nonfinite skip, or --skip-batches {self.num_updates + 1} to leave this data out"
+            )
+        self.progress.skips_in_a_row += 1
+        self.event("skipped", reason=where)
+        if self.progress.skips_in_a_row >= common.nonfinite_limit:
+            raise FloatingPointError(
+                f"{where}; it is the {common.nonfinite_limit}th update in a row; lower --lr"
+            )
+        return False
+
+    def describe_nonfinite(self, batches: list[Batch]) -> str:
+        """Run the update again with every module watched, and name the first that went wrong."""
+        self.optimizer.zero_grad()
+        with NanDetector(self.model) as detector:
+            num_targets = sum(batch.num_targets for batch in batches)
+            for index, batch in enumerate(batches):
+                self.forward_backward(batch, index, num_targets, len(batches))
+            where = detector.describe()
+        self.optimizer.zero_grad()
+        return f"update {self.num_updates + 1} on rank 0 is not finite: {where}"
+
+    def count(
+        self, loss_sum: Tensor, num_targets: int, grad_norm: Tensor, batches: list[Batch]
+    ) -> None:
+        """Add one finished update to the statistics."""
+        clip_norm = self.cfg.optimization.clip_norm
+        clipped = 100.0 * float(clip_norm > 0 and grad_norm.item() > clip_norm)
+        self.metrics.add_ratio("loss", loss_sum / math.log(2), float(num_targets))
+        self.metrics.add({"gnorm": grad_norm, "clip": clipped})
+        scaler = self.parts.loss_scaler
+        self.metrics.set(
+            {
+                "lr": self.optimizer.get_lr(),
+                "loss_scale": scaler.scale_value if scaler is not None else 1.0,
+            }
+        )
+        self.throughput.update(num_targets, sum(batch.num_samples for batch in batches))
+
+    def log(self) -> None:
+        """Write the training record of the updates since the last one."""
+        values = self.metrics.flush(self.num_updates)
+        loss = values.get("loss", math.nan)
+        record: dict[str, Any] = {"kind": "train", "epoch": self.loader.epoch, **values}
+        record["ppl"] = perplexity(loss)
+        counts = self.loader.dataset.counts()
+        if counts is not None and counts.bytes_per_token:
+            record["bits_per_byte"] = bits_per_byte(loss, counts.bytes_per_token)
+        self.sinks.write(record | self.throughput.flush())
+
+    def validation_is_due(self, stepped: bool) -> bool:
+        """Whether this update ends with a validation."""
+        data, n = self.cfg.dataset, self.num_updates
+        if data.disable_validation or not self.parts.valid_subsets:
+            return False
+        if n < data.validate_after_updates or self.progress.validated_at == n:
+            return False
+        by_updates = (
+            stepped and data.validate_interval_updates and n % data.validate_interval_updates == 0
+        )
+        by_epoch = data.validate_interval and self.loader.epoch % data.validate_interval == 0
+        return bool(by_updates or (by_epoch and self.loader.end_of_epoch))
+
+    def validate(self) -> None:
+        """Score every validation set; a signal breaks it off, to be done again after the resume."""
+        self.progress.unfinished_validation = True
+        results = []
+        for subset in self.parts.valid_subsets:
+            result = evaluate(
+                self.task,
+                self.model,
+                self.criterion,
+                subset,
+                batch_size=self.cfg.dataset.batch_size_valid or self.cfg.dataset.batch_size or 1,
+                precision=self.parts.precision,
+                max_steps=self.cfg.dataset.max_valid_steps,
+                num_workers=self.cfg.dataset.num_workers,
+                should_stop=lambda: self.stop_signal.signum is not None,
+            )
+            if result is None:
+                return
+            results.append(result)
+        self.progress.unfinished_validation = False
+        self.progress.validated_at = self.num_updates
+        for result in results:
+            self.sinks.write({"kind": "valid", "num_updates": self.num_updates, **result.record()})
+        self.judge(results)
+
+    def judge(self, results: list[SubsetResult]) -> None:
+        """Compare the checkpoint metric with the best so far; save a new best."""
+        ckpt = self.cfg.checkpoint
+        by_name = {result.subset: result for result in results}
+        result = by_name[ckpt.best_checkpoint_subset or results[0].subset]
+        value = result.record()[ckpt.best_checkpoint_metric]
+        if not isinstance(value, float | int) or not math.isfinite(value):
+            return
+        self.metric = (self.num_updates, float(value))
+        best = self.progress.best_metric
+        sign = -1 if ckpt.maximize_best_checkpoint_metric else 1
+        if best is None or sign * value < sign * best:
+            self.progress.best_metric = float(value)
+            self.progress.validations_without_gain = 0
+        else:
+            self.progress.validations_without_gain += 1
+        if self.progress.validations_without_gain == 0 or ckpt.keep_best_checkpoints > 1:
+            self.save()
+
+    def metric_name(self) -> str:
+        """The checkpoint metric with its validation set, for people."""
+        ckpt = self.cfg.checkpoint
+        subset = ckpt.best_checkpoint_subset or self.parts.valid_subsets[0]
+        return f"{ckpt.best_checkpoint_metric} on {subset}"
+
+    def save_is_due(self, stepped: bool) -> bool:
+        """Whether this update ends with a checkpoint."""
+        ckpt, n = self.cfg.checkpoint, self.num_updates
+        by_updates = stepped and ckpt.save_interval_updates and n % ckpt.save_interval_updates == 0
+        return bool(by_updates or self.epoch_end_to_save() is not None)
+
+    def epoch_end_to_save(self) -> int | None:
+        """The epoch that has just ended, where its end is to be saved."""
+        ckpt, loader = self.cfg.checkpoint, self.loader
+        if ckpt.no_epoch_checkpoints or not ckpt.save_interval or not loader.end_of_epoch:
+            return None
+        return loader.epoch if loader.epoch % ckpt.save_interval == 0 else None
+
+    def save(self, *, final: bool = False) -> None:
+        """Save the run as it stands, with the checkpoint metric if this update has one."""
+        measured = self.metric is not None and self.metric[0] == self.num_updates
+        if not self.cfg.checkpoint.no_save:
+            self.checkpoints.save(
+                self.num_updates,
+                self.stateful(),
+                epoch_end=self.epoch_end_to_save(),
+                metric=self.metric[1] if self.metric is not None and measured else None,
+                final=final,
+            )
+
+    def finish(self) -> None:
+        """Validate and save what the end of the run has not validated and saved yet."""
+        stopped = self.stop_signal.signum is not None
+        data = self.cfg.dataset
+        wanted = self.parts.valid_subsets and not data.disable_validation
+        if not stopped and not self.metrics.is_empty():
+            self.log()
+        if wanted and not stopped and self.progress.validated_at != self.num_updates:
+            self.validate()
+        self.save(final=True)
+        self.checkpoints.wait()
+        if stopped:
+            self.event("stopped", signal=self.stop_signal.signum)
+
+    def event(self, name: str, **details: Any) -> None:
+        """Write an event record."""
+        record = {"kind": "event", "event": name, "num_updates": self.num_updates, **details}
+        self.sinks.write(record)
