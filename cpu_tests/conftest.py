@@ -90,26 +90,28 @@ def fork_server():
     server.close()
 
 
+def launch(server, home, name, *argv, stdin="", cwd=None, env=None):
+    """Start a command; its streams are files below ``home``."""
+    folder = home / f"command_{len(list(home.glob('command_*'))) + 1}"
+    folder.mkdir()
+    for stream, text in (("stdin", stdin), ("stdout", ""), ("stderr", "")):
+        (folder / stream).write_text(text, encoding="utf-8")
+    request = {
+        "module": f"scalerun.cli.{name}",
+        "argv": [str(word) for word in argv],
+        "cwd": str(cwd or home),
+        "env": env or {},
+        **{stream: str(folder / stream) for stream in ("stdin", "stdout", "stderr")},
+    }
+    return Command(server, server.ask({"start": request})["pid"], folder)
+
+
 @pytest.fixture
 def start(fork_server, tmp_path):
     """Start a command: ``start("train", "DATA", "--arch", …)`` -> :class:`Command`."""
-    count = 0
 
-    def start(name, *argv, stdin="", cwd=None, env=None):
-        nonlocal count
-        count += 1
-        folder = tmp_path / f"command_{count}"
-        folder.mkdir()
-        (folder / "stdin").write_text(stdin, encoding="utf-8")
-        request = {
-            "module": f"scalerun.cli.{name}",
-            "argv": [str(word) for word in argv],
-            "cwd": str(cwd or tmp_path),
-            "env": env or {},
-            **{stream: str(folder / stream) for stream in ("stdin", "stdout", "stderr")},
-        }
-        answer = fork_server.ask({"start": request})
-        return Command(fork_server, answer["pid"], folder)
+    def start(name, *argv, **options):
+        return launch(fork_server, tmp_path, name, *argv, **options)
 
     return start
 
@@ -132,16 +134,21 @@ def write_jsonl(path, texts):
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-@pytest.fixture
-def corpus(tmp_path):
-    """A folder with two training shards and two validation sets, a few kilobytes."""
-    data = tmp_path / "data"
-    verse = [f"Line {i}: the {word} sleeps.\n" * 3 for i, word in enumerate("cat dog owl".split() * 9)]
+def make_corpus(data):
+    verse = [
+        f"Line {i}: the {word} sleeps.\n" * 3 for i, word in enumerate("cat dog owl".split() * 9)
+    ]
     write_jsonl(data / "train/00/verse.jsonl", verse[:14])
     write_jsonl(data / "train/01/verse.jsonl", verse[14:])
     write_jsonl(data / "valid/first/00/verse.jsonl", verse[:2])
     write_jsonl(data / "valid/second/00/verse.jsonl", ["Another voice, the fox's."])
     return data
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A folder with two training shards and two validation sets, a few kilobytes."""
+    return make_corpus(tmp_path / "data")
 
 
 TINY = [
@@ -169,7 +176,21 @@ def records(save_dir, kind, **wanted):
     ]
 
 
-@pytest.fixture(name="records")
+@pytest.fixture(scope="session")
+def undisturbed(fork_server, tmp_path_factory):
+    """Train the tiny model on the corpus to the end -> its run folder."""
+
+    def undisturbed(name, words):
+        home = tmp_path_factory.mktemp(name)
+        data = make_corpus(home / "data")
+        command = launch(fork_server, home, "train", data, *TINY, *words, "--save-dir", name)
+        assert command.wait() == 0, command.stderr
+        return home / name
+
+    return undisturbed
+
+
+@pytest.fixture(name="records", scope="session")
 def records_fixture():
     return records
 

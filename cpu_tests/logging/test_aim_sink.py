@@ -64,5 +64,11 @@ def test_a_restart_continues_the_run_of_the_folder(tmp_path: Path, runs: list[Fa
 
 
 def test_a_repository_that_cannot_be_used_is_named(tmp_path: Path, runs: list[FakeRun]) -> None:
-    with pytest.raises(UserError, match="--aim-repo /nowhere cannot be used: .*Permission denied"):
+    with pytest.raises(UserError, match=r"--aim-repo /nowhere cannot be used: .*Permission denied"):
         AimSink("/nowhere", save_dir=tmp_path, run_config={})
+
+
+def test_a_run_that_is_gone_says_what_to_remove(tmp_path: Path, runs: list[FakeRun]) -> None:
+    (tmp_path / "aim_run_hash").write_text("gone\n")
+    with pytest.raises(UserError, match=r"--aim-repo repo: gone; remove .*aim_run_hash to start"):
+        AimSink("repo", save_dir=tmp_path, run_config={})

@@ -85,6 +85,11 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
             {"kind": "event", "event": "saved", "num_updates": 7, "checkpoint": "c", "ok": True},
             "saved | update 7 | checkpoint c | ok True",
         ),
+        (
+            {"kind": "train", "loss_scale": 1.0, "gnorm": 0.5, "clip": 0.0, "tokens_seen": 9},
+            "train | gnorm 0.5",
+        ),
+        ({"kind": "train", "loss_scale": 64.0, "extra": 3}, "train | loss_scale 64 | extra 3"),
         ({"kind": "train", "ppl": 1e30, "loss": math.nan}, f"train | loss nan | ppl {1e30:,.0f}"),
     ],
 )

@@ -68,5 +68,5 @@ def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="--tensorboard-logdir .*file cannot be written"):
+    with pytest.raises(UserError, match=r"--tensorboard-logdir .*file cannot be written"):
         TensorBoardSink(tmp_path / "file")

@@ -117,6 +117,7 @@ class CheckpointManager:
         )
         self._forget_metrics_to = -1
         self._known_good: set[int] = set()
+        self._known_damaged: set[int] = set()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: Future[dict[str, Any]] | None = None
         if not cfg.no_save:
@@ -228,7 +229,7 @@ class CheckpointManager:
     def best_metric(self) -> float | None:
         """The best value of the checkpoint metric among the run's checkpoints."""
         self.wait()
-        best = self.retention.best(self._scored(whole_manifests(self.folder)))
+        best = self.retention.best(self._scored(whole_manifests(self.folder, self._known_damaged)))
         return best[0].metric if best else None
 
     def poll(self) -> None:
@@ -293,7 +294,7 @@ class CheckpointManager:
         try:
             verify(folder, checksums=num_updates not in self._known_good)
         except DamagedCheckpoint as error:
-            self._report_damaged(folder, error.reason)
+            self._report_damaged(num_updates, folder, error.reason)
             return False
         return True
 
@@ -338,6 +339,7 @@ class CheckpointManager:
         try:
             manifest = write_checkpoint(self.folder, content)
             self._known_good.add(manifest.num_updates)
+            self._known_damaged.discard(manifest.num_updates)
             self._update_pointers()
         except OSError as error:
             raise write_error(self.folder, content.num_updates, error) from error
@@ -354,7 +356,7 @@ class CheckpointManager:
 
     def _update_pointers(self) -> None:
         """Point at the newest and the best checkpoint, then delete what no rule keeps."""
-        manifests = whole_manifests(self.folder)
+        manifests = whole_manifests(self.folder, self._known_damaged)
         if not manifests:
             return
         last = manifests[0].num_updates
@@ -374,6 +376,14 @@ class CheckpointManager:
         logger.info("saved %s", event["checkpoint"])
         self.on_event(event)
 
-    def _report_damaged(self, folder: Path, reason: str) -> None:
-        event = {"kind": "event", "event": "damaged", "checkpoint": str(folder), "reason": reason}
-        self.on_event(event)
+    def _report_damaged(self, num_updates: int, folder: Path, reason: str) -> None:
+        self._known_damaged.add(num_updates)
+        self.on_event(
+            {
+                "kind": "event",
+                "event": "damaged",
+                "checkpoint": str(folder),
+                "num_updates": num_updates,
+                "reason": reason,
+            }
+        )

@@ -55,35 +55,35 @@ def find_checkpoint(path: str | Path, flag: str = "--path") -> Path:
 
 
 def newest_whole(
-    folder: CheckpointFolder, on_damaged: Callable[[Path, str], None] | None = None
+    folder: CheckpointFolder, on_damaged: Callable[[int, Path, str], None] | None = None
 ) -> Path | None:
     """The newest checkpoint of a run that is what its manifest says; None when there is none.
 
     Args:
-        on_damaged: called with each damaged checkpoint that is passed over, and the finding.
+        on_damaged: called with the update, the folder and the finding of each that is passed over.
 
     Raises:
         UserError: there are checkpoints and all of them are damaged.
     """
-    damaged: list[tuple[Path, str]] = []
+    damaged: list[tuple[int, Path, str]] = []
     whole = None
-    for _, path in folder.checkpoints():
+    for num_updates, path in folder.checkpoints():
         try:
             verify(path)
         except DamagedCheckpoint as error:
-            damaged.append((path, error.reason))
+            damaged.append((num_updates, path, error.reason))
             continue
         whole = path
         break
-    for path, reason in damaged:
+    for num_updates, path, reason in damaged:
         if whole is not None:
             logger.warning(
                 "%s is damaged (%s) and is left as it is; using %s", path, reason, whole.name
             )
         if on_damaged is not None:
-            on_damaged(path, reason)
+            on_damaged(num_updates, path, reason)
     if damaged and whole is None:
-        findings = "; ".join(f"{path.name}: {reason}" for path, reason in damaged)
+        findings = "; ".join(f"{path.name}: {reason}" for _, path, reason in damaged)
         raise UserError(
             f"every checkpoint in {folder.path} is damaged ({findings}); move them away to start "
             "anew"
@@ -176,10 +176,16 @@ def load_state(
     return plain
 
 
-def whole_manifests(folder: CheckpointFolder) -> list[Manifest]:
-    """Manifests of the run's checkpoints whose files have the right sizes, newest first."""
+def whole_manifests(folder: CheckpointFolder, damaged: Collection[int] = ()) -> list[Manifest]:
+    """Manifests of the run's checkpoints whose files have the right sizes, newest first.
+
+    Args:
+        damaged: updates whose checkpoints are known to be damaged all the same.
+    """
     manifests = []
-    for _, path in folder.checkpoints():
+    for num_updates, path in folder.checkpoints():
+        if num_updates in damaged:
+            continue
         try:
             manifests.append(verify(path, checksums=False))
         except UserError:

@@ -57,12 +57,11 @@ def flatten_tensors(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Tens
     """
     flat: dict[str, Tensor] = {}
     for key, value in tree.items():
-        entries = {"": value} if isinstance(value, Tensor) else flatten_tensors(value, "")
-        for rest, tensor in entries.items():
-            name = ".".join(part for part in (prefix, key, rest) if part)
-            if name in flat:
-                raise ValueError(f"two tensors of the state are named {name}")
-            flat[name] = tensor
+        name = f"{prefix}{key}"
+        inner = {name: value} if isinstance(value, Tensor) else flatten_tensors(value, f"{name}.")
+        if twice := flat.keys() & inner.keys():
+            raise ValueError(f"two tensors of the state are named {min(twice)}")
+        flat.update(inner)
     return flat
 
 

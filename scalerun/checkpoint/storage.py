@@ -98,10 +98,11 @@ def load_tensors_into(
     if not tensors:
         return
     _quiet()
+    reader = _SafeReader(folder)
     try:
         dcp.load(
             dict(tensors),
-            storage_reader=_SafeReader(folder),
+            storage_reader=reader,
             process_group=process_group,
             no_dist=process_group is None,
         )
@@ -111,11 +112,8 @@ def load_tensors_into(
 
 def read_shapes(folder: Path) -> dict[str, torch.Size]:
     """Full shape of every tensor in a checkpoint, by flat name."""
-    metadata = _SafeReader(folder).read_metadata()
-    return {
-        name: cast(TensorStorageMetadata, entry).size
-        for name, entry in metadata.state_dict_metadata.items()
-    }
+    entries = _SafeReader(folder).metadata.state_dict_metadata
+    return {name: cast(TensorStorageMetadata, entry).size for name, entry in entries.items()}
 
 
 def stage(tensors: TensorTree) -> TensorTree:
@@ -171,10 +169,16 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _SafeReader(dcp.FileSystemReader):
-    """Reads the index with :class:`_MetadataUnpickler`; torch reads tensors as weights only."""
+    """Reads the index with :class:`_MetadataUnpickler`; torch reads tensors as weights only.
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        folder = Path(self.path)
+    The index is read here, since inside ``dcp.load`` an error would be logged, then replaced.
+
+    Raises:
+        DamagedCheckpoint: the index cannot be read, or holds anything but tensors.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         try:
             with (folder / METADATA).open("rb") as stream:
                 metadata = _MetadataUnpickler(stream).load()
@@ -188,9 +192,12 @@ class _SafeReader(dcp.FileSystemReader):
         for info in metadata.storage_data.values():
             if Path(info.relative_path).name != info.relative_path:
                 raise DamagedCheckpoint(folder, f"{METADATA} points outside: {info.relative_path}")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        self.metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
+        self.metadata.storage_meta.load_id = self.load_id
+        return self.metadata
 
 
 def _cause(error: CheckpointException) -> BaseException:

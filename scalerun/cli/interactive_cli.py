@@ -55,7 +55,10 @@ class InteractiveConfig(ScalerunDataclass):
         f"(default: {DEFAULT_TOP_P:g}, no limit with --beam)",
     )
     beam: int = option(1, "search for the likeliest answer with this many hypotheses; 1 draws")
-    lenpen: float = option(1.0, "with --beam, larger values prefer longer answers; 0 is neutral")
+    lenpen: float = option(
+        1.0,
+        "with --beam, score = log-probability / length ** lenpen: larger prefers longer answers",
+    )
     stop: list[str] = option(
         [],
         "texts that end an answer and are cut off; repeat the flag for more; \\n, \\t, \\xHH and "

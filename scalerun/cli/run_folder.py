@@ -45,8 +45,9 @@ class RunFolder:
                 f"--save-dir {self.path} cannot be written: {error.strerror}; choose another folder"
             ) from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            # Not flock: processes that prepare data would inherit it and outlive a killed run.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
             self._lock.close()
             raise UserError(
                 f"--save-dir {self.path} is in use by another run; wait for it or choose another "

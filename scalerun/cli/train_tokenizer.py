@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scalerun.checkpoint.atomic import replace_file
 from scalerun.cli.entry import run_cli
 from scalerun.data.jsonl_dataset import JsonlDataset, QuarantinedRecord
 from scalerun.data.layout import TRAIN, Split, find_split
@@ -21,7 +21,7 @@ from scalerun.dataclass.parser import parse_config
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.logging.console import setup_logging
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("scalerun.cli.train_tokenizer")  # also when run as __main__
 
 SUFFIXES = {"sentencepiece": ".model", "tokenizers": ".json"}
 PROBE_DOCUMENTS = 100
@@ -75,7 +75,6 @@ def train_tokenizer(cfg: TrainTokenizerConfig) -> Path:
     """
     split = find_split(cfg.data, TRAIN)
     output = Path(cfg.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
     texts = read_texts(split, cfg)
     if cfg.library == "tokenizers":
         content = train_byte_level_bpe(texts, vocab_size=cfg.vocab_size)
@@ -86,9 +85,7 @@ def train_tokenizer(cfg: TrainTokenizerConfig) -> Path:
             model_type=cfg.model_type,
             character_coverage=cfg.character_coverage,
         )
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, output)
+    replace_file(output, content)
     report(output, itertools.islice(read_texts(split, cfg), PROBE_DOCUMENTS))
     return output
 

@@ -29,7 +29,7 @@ def content_digest(*parts: str | bytes) -> str:
     """Hex digest of several strings; moving a border between two of them changes it."""
     state = hashlib.sha256()
     for part in parts:
-        data = part.encode() if isinstance(part, str) else part
+        data = part.encode(errors="surrogateescape") if isinstance(part, str) else part
         state.update(len(data).to_bytes(8, "little"))
         state.update(data)
     return state.hexdigest()

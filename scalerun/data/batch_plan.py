@@ -98,7 +98,7 @@ def _take(
     shard, offset, taken = position.shard, position.samples_in_shard, 0
     while shard < dataset.num_shards():
         size = len(dataset.shard(position.epoch, shard))
-        if offset == 0 and dataset.num_shards() > 1:
+        if dataset.num_shards() > 1:
             dataset.prefetch((shard + 1) % dataset.num_shards())
         count = min(size - offset, wanted - taken)
         if count > 0:

@@ -35,6 +35,16 @@ class ReadCounts:
     """Bad records that ``--bad-records skip`` left out."""
     documents: int = 0
 
+    def describe(self) -> str:
+        """For people: what there is, and what was left out."""
+        left_out = {
+            "blank lines": self.blank,
+            "empty documents": self.empty,
+            "bad records": self.quarantined,
+        }
+        parts = [f"{self.documents} documents"]
+        return ", ".join(parts + [f"{n} {name} left out" for name, n in left_out.items() if n])
+
     def __add__(self, other: ReadCounts) -> ReadCounts:
         mine, theirs = asdict(self), asdict(other)
         return ReadCounts(**{name: mine[name] + theirs[name] for name in mine})

@@ -37,16 +37,17 @@ class BackgroundPreparation:
         """Whether the process is at work."""
         return self._process is not None and self._process.is_alive()
 
-    def start(self, files: Sequence[TextFile]) -> None:
-        """Tokenise files in the background; does nothing while the process is still at work."""
+    def start(self, files: Sequence[TextFile]) -> bool:
+        """Tokenise files in the background; returns whether the process was free to do so."""
         if self.is_running or multiprocessing.current_process().daemon:
-            return
+            return False
         context = multiprocessing.get_context("fork")
         process = context.Process(target=_prepare, args=(self.cache, files, os.getpid()))
         process.daemon = True
         with quiet_fork():
             process.start()
         self._process = process
+        return True
 
 
 @contextlib.contextmanager

@@ -38,8 +38,6 @@ class ShardSummary:
     documents: int
     tokens: int
     num_bytes: int
-    samples: int | None = None
-    """Sequences in an epoch, where that does not need the packing to be done."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +83,8 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
         """By shard, of those that were read so far."""
         self.reports: list[dict[str, Any]] = []
         """What was found while reading, for whoever logs events; the reader empties it."""
+        self._prefetched: set[int] = set()
+        self._num_samples: dict[int, int] = {}
         self._background = BackgroundPreparation(cache)
         self._open_files: OrderedDict[int, list[TokenFile]] = OrderedDict()
         self._open_shards: OrderedDict[tuple[int, int], TokenBlockDataset] = OrderedDict()
@@ -125,8 +125,10 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
         return self._open_shards[key]
 
     def prefetch(self, index: int) -> None:
-        if index not in self.summaries:
-            self._background.start(self.split.shards[index])
+        if index in self.summaries or index in self._prefetched:
+            return
+        if self._background.start(self.split.shards[index]):
+            self._prefetched.add(index)
 
     def collate(self, samples: Sequence[TokenBlock], sample_ids: Sequence[int]) -> Batch:
         return self.collater(samples, sample_ids)
@@ -142,11 +144,9 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
         )
 
     def num_samples(self) -> int | None:
-        samples = [summary.samples for summary in self.summaries.values()]
-        if len(samples) < self.num_shards():
+        if len(self._num_samples) < self.num_shards():
             return None
-        known = [count for count in samples if count is not None]
-        return sum(known) if len(known) == len(samples) else None
+        return sum(self._num_samples.values())
 
     def lines(self) -> ReadCounts:
         """What became of the lines of the shards that were read so far."""
@@ -181,14 +181,13 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
         for file in files:
             self._report_bad_records(file.quarantined)
         tokens = sum(file.num_tokens for file in files)
-        plain = self.recipe.packing.break_mode == "none" and self.recipe.mixture.is_plain
-        length = self.recipe.packing.tokens_per_sample
+        if self.recipe.packing.break_mode == "none" and self.recipe.mixture.is_plain:
+            self._num_samples[index] = -(-tokens // self.recipe.packing.tokens_per_sample)
         self.summaries[index] = ShardSummary(
             lines=sum((file.counts for file in files), ReadCounts()),
             documents=sum(file.num_documents for file in files),
             tokens=tokens,
             num_bytes=sum(file.num_bytes for file in files),
-            samples=-(-tokens // length) if plain else None,
         )
 
     def _files(self, index: int) -> list[TokenFile]:
@@ -216,6 +215,7 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
         blocks = TokenBlockDataset(files, documents, self.recipe.packing, end_id=end_id)
         if seed is not None:
             blocks.reorder(permutation(len(blocks), seed, epoch, index, Purpose.BLOCKS))
+        self._num_samples[index] = len(blocks)
         if blocks.num_dropped:
             logger.info(
                 "%s, shard %d: --sample-break-mode %s drops %d of %d tokens, at the end of long "

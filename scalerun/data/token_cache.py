@@ -7,6 +7,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 4096
 POLL_SECONDS = 0.05
 LOG_AFTER_SECONDS = 1.0
+MAX_NAME = 64
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
 
 class PreparationStopped(Exception):
@@ -98,7 +101,8 @@ class TokenCache:
     def _place(self, file: TextFile) -> tuple[Path, str]:
         content = self.digests.whole(file.path)
         key = content_digest(FORMAT, content, file.suffix, self.tokenizer.digest)
-        return self.folder / f"{file.corpus}-{key[:32]}.tokens", key
+        readable = _UNSAFE.sub("_", file.corpus)[:MAX_NAME]
+        return self.folder / f"{readable}-{key[:32]}.tokens", key
 
     def _open(self, path: Path, key: str) -> TokenFile | None:
         try:
@@ -147,14 +151,10 @@ class TokenCache:
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 raise UserError(f"{file.path} changed while it was read; start again")
             writer.commit(documents.counts, quarantined)
-        seconds = time.monotonic() - start
-        rate = before.st_size / 1e6 / seconds
-        counts = documents.counts
+        seconds, size = time.monotonic() - start, before.st_size / 1e6
         logger.info(
-            "tokenised %s: %d documents, %.1f MB in %.1f s (%.1f MB/s); "
-            "%d blank lines, %d empty documents, %d bad records left out",
-            file.path, counts.documents, before.st_size / 1e6, seconds, rate,
-            counts.blank, counts.empty, counts.quarantined,
+            "tokenised %s: %s; %.1f MB in %.1f s (%.1f MB/s)",
+            file.path, documents.counts.describe(), size, seconds, size / seconds,
         )  # fmt: skip
 
     @contextlib.contextmanager

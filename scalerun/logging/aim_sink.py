@@ -19,7 +19,7 @@ class AimSink(BaseSink):
 
     Raises:
         ConfigError: the ``aim`` package is not installed.
-        UserError: the hash cannot be read or written.
+        UserError: the repository cannot be used, or the run is no longer in it.
     """
 
     def __init__(self, repo: str, *, save_dir: Path, run_config: dict[str, Any]) -> None:
@@ -43,6 +43,10 @@ class AimSink(BaseSink):
             hash_file.write_text(f"{self._run.hash}\n")
         except OSError as error:
             raise UserError(f"--aim-repo {repo} cannot be used: {error}") from error
+        except RuntimeError as error:  # the base of Aim's own errors, such as a run that is gone
+            raise UserError(
+                f"--aim-repo {repo}: {error}; remove {hash_file} to start a new Aim run"
+            ) from error
         self._run["config"] = run_config
 
     def write(self, record: Record) -> None:

@@ -85,7 +85,9 @@ def setup_logging(
     close_logging()
     log_format = resolve_log_format(log_format)
     rank_text = f"[rank {rank}] " if world_size > 1 else ""
-    formatter = logging.Formatter(f"%(asctime)s | %(levelname)s | {rank_text}%(message)s")
+    formatter = logging.Formatter(
+        f"%(asctime)s | %(levelname)s | {rank_text}%(message)s", datefmt="%Y-%m-%d %H:%M:%S"
+    )
     console = ConsoleHandler(_HIDDEN_KINDS[log_format])
     console.setFormatter(formatter)
     if rank != 0 or log_format == "none":

@@ -22,6 +22,20 @@ Record: TypeAlias = Mapping[str, RecordValue]
 _SHOWN_FIRST = ("epoch", "num_updates", "loss", "ppl", "bits_per_byte")
 _LABELS = {"num_updates": "update", "bits_per_byte": "bits/byte", "wps": "tokens/s"}
 _HIDDEN = ("kind", "event", "subset")
+# Whoever wants these reads metrics.jsonl; a line for people has to fit on a screen.
+_HIDDEN_IN_TRAIN = (
+    *_HIDDEN,
+    "clip",
+    "ups",
+    "wpb",
+    "bsz",
+    "tokens_seen",
+    "train_wall",
+    "tflops",
+    "mfu",
+    "peak_memory_gib",
+    "peak_reserved_gib",
+)
 
 
 def _finite(value: RecordValue) -> RecordValue:
@@ -103,5 +117,8 @@ def describe_record(record: Record) -> str:
     kind = record.get("kind")
     title = record.get("subset") if kind == "valid" else record.get("event", kind)
     first = [key for key in _SHOWN_FIRST if key in record]
-    rest = [key for key in record if key not in _SHOWN_FIRST and key not in _HIDDEN]
+    hidden = _HIDDEN_IN_TRAIN if kind == "train" else _HIDDEN
+    if record.get("loss_scale") == 1:
+        hidden = (*hidden, "loss_scale")
+    rest = [key for key in record if key not in _SHOWN_FIRST and key not in hidden]
     return " | ".join([str(title), *(_show(key, record[key]) for key in [*first, *rest])])

@@ -14,6 +14,7 @@ from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput
 from scalerun.data.base_dataset import BaseDataset
 from scalerun.data.batch import Batch
 from scalerun.data.dictionary import Dictionary
+from scalerun.data.layout import TRAIN
 from scalerun.data.tokenizer import BaseTokenizer
 from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
@@ -39,7 +40,7 @@ class BaseTask(ABC):
 
     def __init__(self, cfg: ScalerunDataclass) -> None:
         self.cfg = cfg
-        self._datasets: dict[str, BaseDataset[Any]] = {}
+        self._datasets: dict[tuple[str, bool], BaseDataset[Any]] = {}
 
     @classmethod
     @abstractmethod
@@ -57,18 +58,23 @@ class BaseTask(ABC):
         """
 
     @abstractmethod
-    def read_dataset(self, split: str) -> BaseDataset[Any]:
-        """Build the dataset of a split; the training split shuffled, every other in file order."""
+    def read_dataset(self, split: str, *, training: bool) -> BaseDataset[Any]:
+        """Build the dataset of a split: shuffled to train on, else in file order and complete."""
 
-    def load_dataset(self, split: str) -> BaseDataset[Any]:
+    def load_dataset(self, split: str, *, training: bool | None = None) -> BaseDataset[Any]:
         """The dataset of a split, built at the first call.
+
+        Args:
+            training: whether to train on it; None says so of the split ``train`` only.
 
         Raises:
             UserError: the split is not there or cannot be read.
         """
-        if split not in self._datasets:
-            self._datasets[split] = self.read_dataset(split)
-        return self._datasets[split]
+        training = split == TRAIN if training is None else training
+        key = (split, training)
+        if key not in self._datasets:
+            self._datasets[key] = self.read_dataset(split, training=training)
+        return self._datasets[key]
 
     @abstractmethod
     def valid_subsets(self, names: Sequence[str]) -> list[str]:
@@ -128,8 +134,8 @@ class BaseTask(ABC):
         if state["vocabulary"] != own["vocabulary"]:
             raise UserError(
                 f"the checkpoint was trained with another vocabulary ({state['vocabulary_size']} "
-                f"symbols; --tokenizer now gives {own['vocabulary_size']}); give the tokenizer that "
-                "it was trained with"
+                f"symbols; --tokenizer now gives {own['vocabulary_size']}); give the tokenizer "
+                "that it was trained with"
             )
 
     def data_report(self) -> list[dict[str, Any]]:

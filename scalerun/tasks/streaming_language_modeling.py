@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from scalerun.data.collate import Collater
-from scalerun.data.layout import TRAIN, find_sets, find_split
+from scalerun.data.layout import find_sets, find_split
 from scalerun.data.mixture_dataset import Mixture
 from scalerun.data.quarantine import QuarantineFile
 from scalerun.data.streaming_dataset import Recipe, StreamingTextDataset
@@ -109,12 +110,16 @@ class StreamingLanguageModelingTask(BaseTask):
         folder = Path(cfg.cache_dir) if cfg.cache_dir is not None else cache_dir
         return cls(cfg, tokenizer, seed=seed, cache_dir=folder, quarantine=quarantine)
 
-    def read_dataset(self, split: str) -> StreamingTextDataset:
+    def read_dataset(self, split: str, *, training: bool) -> StreamingTextDataset:
         cfg = self.cfg
-        training = split == TRAIN
         dataset = StreamingTextDataset(
             find_split(cfg.data, split),
-            TokenCache(self.cache_dir, self.tokenizer, skip_bad_records=cfg.bad_records == "skip"),
+            TokenCache(
+                self.cache_dir,
+                self.tokenizer,
+                skip_bad_records=cfg.bad_records == "skip",
+                num_threads=len(os.sched_getaffinity(0)),
+            ),
             recipe=Recipe(
                 packing=Packing(
                     cfg.sample_break_mode, cfg.tokens_per_sample, split_long=not training

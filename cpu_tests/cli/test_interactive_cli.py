@@ -1,0 +1,271 @@
+import contextlib
+import io
+import json
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from scalerun.cli import interactive_cli
+from scalerun.cli.interactive_cli import (
+    InteractiveConfig,
+    Session,
+    answer_terminal,
+    main,
+    piped_prompts,
+    unescaped,
+    usable,
+)
+from scalerun.data.byte_tokenizer import ByteTokenizer
+from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.models.base_decoder import BaseDecoder
+from scalerun.models.base_model import build_model
+from scalerun.models.transformer_config import TransformerConfig
+from scalerun.sequence_generator import SequenceGenerator
+
+CONTEXT = 160
+
+
+@pytest.fixture(scope="module")
+def generator() -> SequenceGenerator:
+    """A model that says readable bytes, drawn and not trained."""
+    tokenizer = ByteTokenizer()
+    cfg = TransformerConfig(
+        decoder_embed_dim=16,
+        decoder_attention_heads=2,
+        decoder_ffn_embed_dim=16,
+        decoder_layers=1,
+        max_target_positions=CONTEXT,
+        decoder_learned_pos=True,
+    )
+    model = build_model(
+        cfg,
+        vocab_size=264,
+        padding_idx=tokenizer.dictionary.pad,
+        seed=1,
+        device=torch.device("cpu"),
+    )
+    assert isinstance(model, BaseDecoder)
+    return SequenceGenerator(model, tokenizer)
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch, generator: SequenceGenerator) -> dict[str, Any]:
+    """Puts the drawn model in place of a checkpoint; what it was asked for."""
+    asked: dict[str, Any] = {}
+
+    def load_for_inference(path: str | None, **settings: Any) -> object:
+        asked.update(path=path, **settings)
+        task = SimpleNamespace(tokenizer=generator.tokenizer)
+        return SimpleNamespace(task=task, model=generator.model)
+
+    monkeypatch.setattr(interactive_cli, "load_for_inference", load_for_inference)
+    return asked
+
+
+@pytest.fixture
+def pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], load: dict[str, Any]
+) -> Callable[..., str]:
+    """Run the command on bytes from a pipe; what it printed."""
+
+    def run(data: bytes, *flags: str, code: int = 0) -> str:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+        assert main(["--path", "run", "--cpu", *flags]) == code
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_each_line_of_a_pipe_gives_its_prompt_and_a_continuation(
+    pipe: Callable[..., str], generator: SequenceGenerator
+) -> None:
+    out = pipe(b"ab\ncd", "--temperature", "0", "--max-new-tokens", "3", "--min-new-tokens", "3")
+    cfg = InteractiveConfig(path="run", temperature=0.0, max_new_tokens=3, min_new_tokens=3)
+    answers = generator.generate([[97, 98], [99, 100]], [cfg.params(9)] * 2)
+    assert out == f"ab{answers[0].text}\n\ncd{answers[1].text}\n"
+
+
+def test_json_is_one_object_for_each_line(
+    pipe: Callable[..., str], generator: SequenceGenerator
+) -> None:
+    lines = pipe("é\n\n b \n".encode(), "--json", "--max-new-tokens=4", "--seed", "3").splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["prompt"] for record in records] == ["é", "", " b "]
+    for record in records:
+        assert list(record) == ["prompt", "text", "tokens", "token_logprobs", "finish_reason"]
+        assert record["text"] == generator.tokenizer.decode(record["tokens"])
+        assert len(record["tokens"]) == len(record["token_logprobs"]) <= 4
+        assert all(logprob < 0 for logprob in record["token_logprobs"])
+        assert record["finish_reason"] in ("stop", "length")
+
+
+def test_a_seed_gives_a_prompt_the_same_answer_wherever_it_stands(
+    pipe: Callable[..., str],
+) -> None:
+    first = pipe(b"a\nb\n", "--json", "--seed", "3").splitlines()
+    second = pipe(b"b\n\na\n", "--json", "--seed", "3").splitlines()
+    assert (first[0], first[1]) == (second[2], second[0])
+
+
+def test_no_input_gives_no_output(pipe: Callable[..., str]) -> None:
+    assert pipe(b"") == ""
+
+
+def test_lines_lose_their_ends_and_nothing_else() -> None:
+    lines = io.BytesIO("\ufeffa\r\n b \u2028c\n\r\n\ufeffd".encode())
+    assert list(piped_prompts(lines)) == ["a", " b \u2028c", "", "\ufeffd"]
+
+
+def test_a_line_that_is_no_text_is_named() -> None:
+    with pytest.raises(UserError, match=r"standard input, line 2: not UTF-8 \(byte 2\)"):
+        list(piped_prompts(io.BytesIO(b"a\nb\xff\n")))
+
+
+def test_a_prompt_that_does_not_fit_is_named_and_the_answers_before_it_stay(
+    pipe: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match="standard input, line 2: --max-new-tokens 9 after a"):
+        pipe(b"a\n" + b"b" * 155, "--json", "--max-new-tokens", "9")
+    assert json.loads(capsys.readouterr().out)["prompt"] == "a"
+
+
+def test_the_default_length_shrinks_to_what_the_context_has_room_for(
+    pipe: Callable[..., str],
+) -> None:
+    flags = ("--json", "--seed", "1", "--temperature", "0")
+    [line] = pipe(b"b" * 150, *flags).splitlines()
+    assert len(json.loads(line)["tokens"]) == 10
+    with pytest.raises(UserError, match="--max-new-tokens 1 after a prompt of 160 tokens"):
+        pipe(b"b" * 160, *flags)
+    [line] = pipe(b"b" * 500, *flags, "--truncate-prompt").splitlines()
+    assert len(json.loads(line)["tokens"]) == CONTEXT // 2
+
+
+@pytest.mark.parametrize("flag", ["--beam=3", "--bf16", "--stop=e,a", "--top-k=5"])
+def test_every_way_of_generating_answers(pipe: Callable[..., str], flag: str) -> None:
+    record = json.loads(pipe(b"ab", "--json", "--max-new-tokens", "5", flag))
+    assert len(record["tokens"]) <= 5
+
+
+def test_what_to_load_is_passed_on(pipe: Callable[..., str], load: dict[str, Any]) -> None:
+    pipe(b"", "--use-ema", "--user-dir", "plugins")
+    assert load == {
+        "path": "run",
+        "device": torch.device("cpu"),
+        "use_ema": True,
+        "user_dir": "plugins",
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--path is required: a run folder or a checkpoint folder"),
+        (["--path", "x", "--top-p", "2"], "--top-p is 2; give"),
+        (["--path", "x", "--temperature=-1"], "--temperature is -1; give"),
+        (["--path", "x", "--top-k=-2"], "--top-k is -2; give"),
+        (["--path", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0; give 1 or more"),
+        (
+            ["--path", "x", "--max-new-tokens", "4", "--min-new-tokens", "5"],
+            "--min-new-tokens is 5; give 0 to 4",
+        ),
+        (
+            ["--path", "x", "--min-new-tokens", "129"],
+            "--min-new-tokens 129 needs a --max-new-tokens as large; the default is 128",
+        ),
+        (["--path", "x", "--beam", "2", "--top-k", "3"], "--beam 2 searches and does not draw"),
+        (["--path", "x", "--lenpen", "2"], "--lenpen 2 ranks the answers of a beam search"),
+        (["--path", "x", "--seed=-1"], "--seed is -1; give 0 or more"),
+        (["--path", "x", "--tempratur", "1"], "--tempratur is not a flag; did you mean --temper"),
+    ],
+)
+def test_a_bad_value_names_its_flag(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        main(flags)
+
+
+def test_top_p_is_limited_by_default_unless_a_beam_searches() -> None:
+    assert InteractiveConfig().params(1).top_p == 0.9
+    assert InteractiveConfig(top_p=1.0).params(1).top_p == 1.0
+    assert InteractiveConfig(beam=2).params(1).top_p == 1.0
+
+
+def test_escapes_spell_what_a_list_cannot_hold() -> None:
+    assert unescaped(r"a\n\t\r\\n\x2c\u00e9\q") == "a\n\t\r\\n,é\\q"
+    assert InteractiveConfig(stop=[r"\n\n", "x"]).params(1).stop == ("\n\n", "x")
+
+
+def test_a_run_without_text_cannot_be_prompted(generator: SequenceGenerator) -> None:
+    with pytest.raises(UserError, match="the run's task has no tokenizer"):
+        usable(None, generator.model)
+    with pytest.raises(UserError, match="Linear is no decoder and cannot continue text"):
+        usable(generator.tokenizer, torch.nn.Linear(1, 1))
+
+
+def terminal_session(generator: SequenceGenerator, out: io.StringIO, **settings: Any) -> Session:
+    cfg = InteractiveConfig(path="run", max_new_tokens=5, min_new_tokens=5, **settings)
+    return Session(cfg, generator, autocast=contextlib.nullcontext, out=out)
+
+
+def typed(*events: str | type[BaseException] | BaseException) -> Callable[[str], str]:
+    script = iter(events)
+
+    def read_line(mark: str) -> str:
+        assert mark == "> "
+        event = next(script)
+        if isinstance(event, str):
+            return event
+        raise event
+
+    return read_line
+
+
+def test_a_terminal_is_answered_until_control_d(
+    generator: SequenceGenerator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = io.StringIO()
+    assert answer_terminal(terminal_session(generator, out), typed("ab", "cd", EOFError)) == 0
+    lines = out.getvalue()
+    assert lines.startswith("ab")
+    assert "\ncd" in lines
+    assert "Ctrl-D ends" in capsys.readouterr().err
+
+
+def test_control_c_at_the_prompt_ends_with_130(generator: SequenceGenerator) -> None:
+    session = terminal_session(generator, io.StringIO())
+    assert answer_terminal(session, typed(KeyboardInterrupt)) == 130
+
+
+def test_control_c_breaks_an_answer_off_and_the_next_prompt_is_answered(
+    generator: SequenceGenerator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted(io.StringIO):
+        def __init__(self) -> None:
+            super().__init__()
+            self.alarms: Iterator[bool] = iter([False, True])
+
+        def write(self, text: str) -> int:
+            if next(self.alarms, False):
+                raise KeyboardInterrupt
+            return super().write(text)
+
+    out = Interrupted()
+    assert answer_terminal(terminal_session(generator, out), typed("ab", "cd", EOFError)) == 0
+    assert out.getvalue().startswith("abcd")
+    assert "[broken off]" in capsys.readouterr().err
+
+
+def test_an_error_on_a_terminal_is_shown_and_the_next_prompt_is_answered(
+    generator: SequenceGenerator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = io.StringIO()
+    bad_line = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    read_line = typed("x" * 200, bad_line, "cd", EOFError)
+    assert answer_terminal(terminal_session(generator, out), read_line) == 0
+    err = capsys.readouterr().err
+    assert "error: --max-new-tokens 5 after a prompt of 200 tokens exceeds" in err
+    assert "error: the line is not text in the terminal's encoding" in err
+    assert "\ncd" in "\n" + out.getvalue().removeprefix("x" * 200)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scalerun.modules.incremental_state import IncrementalState, KVCache
+
+CPU = torch.device("cpu")
+
+
+def test_the_cache_returns_all_keys_so_far_and_allocates_once() -> None:
+    cache = KVCache(6)
+    keys, values = torch.randn(2, 2, 3, 5, 4)
+    cache.append(keys[:, :, :2], values[:, :, :2], start=0)
+    storage = cache.keys_BHSK
+    all_keys, all_values = cache.append(keys[:, :, 2:], values[:, :, 2:], start=2)
+    assert torch.equal(all_keys, keys)
+    assert torch.equal(all_values, values)
+    assert cache.keys_BHSK is storage
+    assert storage is not None
+    assert storage.shape == (2, 3, 6, 4)
+
+
+@pytest.mark.parametrize("order", [[1, 0], [0, 0, 1], [1]])
+def test_reordering_moves_every_row(order: list[int]) -> None:
+    cache = KVCache(4)
+    state = IncrementalState([cache], batch_size=2, max_length=4)
+    keys = torch.randn(2, 1, 3, 2)
+    padding = torch.tensor([[True, False, False], [False, False, False]])
+    state.place(padding, 3, CPU)
+    cache.append(keys, keys, start=0)
+    state.advance(3)
+    state.reorder(torch.tensor(order))
+    one = keys[order][:, :, :1]
+    state.check(len(order), 1)
+    queries, _, moved_padding = state.place(None, 1, CPU)
+    all_keys, _ = cache.append(one, one, start=3)
+    assert torch.equal(all_keys[:, :, :3], keys[order])
+    assert moved_padding is not None
+    assert torch.equal(moved_padding[:, :3], padding[order])
+    assert queries.tolist() == [[2 if row == 0 else 3] for row in order]
+
+
+def test_without_padding_all_rows_share_their_positions() -> None:
+    state = IncrementalState([], batch_size=3, max_length=9)
+    state.advance(4)
+    queries, keys, padding = state.place(None, 2, CPU)
+    assert queries.tolist() == [[4, 5]]
+    assert keys.tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert padding is None
+
+
+def test_padding_does_not_count_wherever_it_stands() -> None:
+    state = IncrementalState([], batch_size=2, max_length=9)
+    padding = torch.tensor([[True, True, False], [False, False, True]])
+    queries, _, _ = state.place(padding, 3, CPU)
+    assert queries.tolist() == [[0, 0, 0], [0, 1, 1]]
+    state.advance(3)
+    queries, keys, padded = state.place(None, 2, CPU)
+    assert queries.tolist() == [[1, 2], [2, 3]]
+    assert keys.tolist() == [[0, 0, 0, 1, 2], [0, 1, 1, 2, 3]]
+    assert padded is not None
+    assert padded.tolist() == [
+        [True, True, False, False, False],
+        [False, False, True, False, False],
+    ]
+
+
+def test_padding_may_begin_late() -> None:
+    state = IncrementalState([], batch_size=2, max_length=9)
+    state.place(None, 2, CPU)
+    state.advance(2)
+    queries, keys, _ = state.place(torch.tensor([[True, False], [False, False]]), 2, CPU)
+    assert queries.tolist() == [[1, 2], [2, 3]]
+    assert keys.tolist() == [[0, 1, 1, 2], [0, 1, 2, 3]]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    state = IncrementalState([], batch_size=2, max_length=4)
+    state.advance(3)
+    with pytest.raises(ValueError, match="holds 2 sequences, the tokens 3"):
+        state.check(3, 1)
+    with pytest.raises(ValueError, match="max_length 4"):
+        state.check(2, 2)
+    state.check(2, 1)
