@@ -79,8 +79,9 @@ class Command:
 
     @property
     def error(self):
-        """The one sentence that a failed command prints last."""
-        return self.stderr.strip().splitlines()[-1] if self.stderr.strip() else ""
+        """The one sentence that a failed command prints."""
+        lines = [line for line in self.stderr.splitlines() if line.startswith("error: ")]
+        return lines[0] if len(lines) == 1 else ""
 
 
 @pytest.fixture(scope="session")

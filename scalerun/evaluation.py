@@ -101,6 +101,6 @@ def evaluate(
         subset=subset,
         loss=loss_sum.item() / max(tokens, 1) / math.log(2),
         tokens=tokens,
-        documents=counts.documents if counts else 0,
-        bytes_per_token=counts.bytes_per_token if counts else None,
+        documents=counts.documents,
+        bytes_per_token=counts.bytes_per_token,
     )

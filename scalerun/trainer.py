@@ -189,7 +189,8 @@ class Trainer:
                 continue
             except UserError:
                 # A bad record far into the run: nothing that was learned is lost.
-                self.save(final=True)
+                if self.num_updates:
+                    self.save(final=True)
                 raise
             if batches is None:
                 reason = f"{self.cfg.optimization.max_epoch} epochs are done"
@@ -295,7 +296,7 @@ class Trainer:
         self.event("skipped", reason=where)
         if self.progress.skips_in_a_row >= common.nonfinite_limit:
             raise FloatingPointError(
-                f"{where}; it is the {common.nonfinite_limit}th update in a row; lower --lr"
+                f"{where}; these were {common.nonfinite_limit} updates in a row; lower --lr"
             )
         return False
 
@@ -333,9 +334,9 @@ class Trainer:
         loss = values.get("loss", math.nan)
         record: dict[str, Any] = {"kind": "train", "epoch": self.loader.epoch, **values}
         record["ppl"] = perplexity(loss)
-        counts = self.loader.dataset.counts()
-        if counts is not None and counts.bytes_per_token:
-            record["bits_per_byte"] = bits_per_byte(loss, counts.bytes_per_token)
+        bytes_per_token = self.loader.dataset.counts().bytes_per_token
+        if bytes_per_token:
+            record["bits_per_byte"] = bits_per_byte(loss, bytes_per_token)
         self.sinks.write(record | self.throughput.flush())
 
     def validation_is_due(self, stepped: bool) -> bool:

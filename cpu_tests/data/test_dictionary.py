@@ -17,7 +17,9 @@ def test_fillers_and_roles_without_text_are_dropped():
     assert dictionary.dropped_ids == {5, 9, 10, 11, 12, 13, 14, 15}
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(65529, "uint16"), (65536, "uint16"), (65537, "uint32")])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(65529, "uint16"), (65536, "uint16"), (65537, "uint32")]
+)
 def test_every_id_fits_the_token_type(size, dtype):
     assert Dictionary(size, bos=0, pad=1, eos=2, unk=3, digest="").token_dtype == dtype
 

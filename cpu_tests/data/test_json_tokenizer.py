@@ -46,7 +46,14 @@ def test_another_file_is_refused(tmp_path, content):
 
 @pytest.mark.parametrize(
     ("vocab", "merges"),
-    [("[]", ""), ("{}", ""), ('{"a": "b"}', ""), ('{"a": 0}', "a b c"), ('{"a": 0}', "a b"), ("{", "")],
+    [
+        ("[]", ""),
+        ("{}", ""),
+        ('{"a": "b"}', ""),
+        ('{"a": 0}', "a b c"),
+        ('{"a": 0}', "a b"),
+        ("{", ""),
+    ],
 )
 def test_another_vocabulary_is_refused(tmp_path, vocab, merges):
     (tmp_path / "vocab.json").write_text(vocab)

@@ -7,7 +7,7 @@ from scalerun.dataclass.errors import ConfigError, UserError
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "json"])
 def test_a_copy_of_the_files_gives_the_same_tokenizer(model_files, tmp_path, kind):
     tokenizer = load_tokenizer(str(model_files[kind]))
-    (name, source), = tokenizer.files.items()
+    ((name, source),) = tokenizer.files.items()
     (tmp_path / name).write_bytes(source.read_bytes())
     assert load_tokenizer(str(tmp_path / name)).digest == tokenizer.digest
 

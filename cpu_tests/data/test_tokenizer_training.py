@@ -13,7 +13,9 @@ from scalerun.data.tokenizer_training import (
 )
 from scalerun.dataclass.errors import UserError
 
-WORDS = "the quick brown fox jumps over a lazy dog while seven wizards brew potions and sing".split()
+WORDS = (
+    "the quick brown fox jumps over a lazy dog while seven wizards brew potions and sing".split()
+)
 TEXTS = [" ".join(WORDS[i:] + WORDS[:i]) + "\n\n  the end\tof it" for i in range(len(WORDS))]
 
 

@@ -1,3 +1,6 @@
+import os
+import pty
+
 import pytest
 
 from scalerun.logging.progress_bar import TimeLeft, TqdmSink, show_seconds
@@ -98,6 +101,19 @@ def test_without_a_known_end_the_bar_counts(capsys: pytest.CaptureFixture[str]) 
     sink.advance(1)
     sink.write({"kind": "train", "num_updates": 2, "loss": 1.0})
     assert bar_text(sink, capsys) == "2 updates, loss 1.000"
+
+
+def test_a_terminal_that_reports_no_size_shows_a_bar() -> None:
+    """Those of containers and remote shells do."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as stderr, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stderr", stderr)
+        assert min(os.get_terminal_size(stderr.fileno())) == 0
+        sink = TqdmSink(TimeLeft(max_update=4))
+        sink.advance(2)
+        sink.close()
+        assert b"/4" in os.read(ours, 10_000)
+    os.close(ours)
 
 
 def test_what_is_no_training_record_leaves_the_bar_alone(

@@ -71,7 +71,7 @@ def test_a_tied_parameter_is_drawn_once_under_its_first_name() -> None:
 
 def test_a_parameter_nobody_speaks_for_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="parameter 0.weight has no initializer"):
+    with pytest.raises(ValueError, match=r"parameter 0\.weight has no initializer"):
         initialize(model, 0)
 
 

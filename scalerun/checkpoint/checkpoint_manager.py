@@ -204,7 +204,6 @@ class CheckpointManager:
                 self._forget_metrics_to = manifest.num_updates
             if not self.cfg.no_save:
                 self._update_pointers()
-        logger.info("resumed from %s (%d updates)", folder, manifest.num_updates)
         unused = sorted(plain.keys() - state.keys())
         if unused:
             logger.warning("%s also has %s, which this run does not use", folder, ", ".join(unused))
@@ -373,7 +372,6 @@ class CheckpointManager:
         return [m for m in manifests if m.num_updates > self._forget_metrics_to]
 
     def _report(self, event: dict[str, Any]) -> None:
-        logger.info("saved %s", event["checkpoint"])
         self.on_event(event)
 
     def _report_damaged(self, num_updates: int, folder: Path, reason: str) -> None:

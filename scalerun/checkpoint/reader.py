@@ -25,6 +25,12 @@ from scalerun.dataclass.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+_REMEDIES = {
+    "model": "use the architecture and the tokenizer that it was trained with",
+    "optimizer": "use the same --optimizer, or give --reset-optimizer to start with a new state",
+}
+"""What to do about a part that does not fit."""
+
 
 def find_checkpoint(path: str | Path, flag: str = "--path") -> Path:
     """The checkpoint that a user means, verified.
@@ -113,16 +119,13 @@ def run_file(path: str | Path, name: str) -> Path:
     return file
 
 
-def load_tensors(
-    path: str | Path, tensors: Mapping[str, Any], *, owners: Mapping[str, str] | None = None
-) -> None:
+def load_tensors(path: str | Path, tensors: Mapping[str, Any]) -> None:
     """Fill tensors in place from a checkpoint.
 
     Args:
         path: a checkpoint's folder, verified.
         tensors: by part and name, such as ``{"model": {"embed.weight": ...}}``, nested at will. A
             part must fit the checkpoint's exactly; parts that are left out are not read.
-        owners: for messages, what a part is: ``{"model": "the model"}``.
 
     Raises:
         UserError: names or shapes differ; the first differences are listed.
@@ -131,7 +134,6 @@ def load_tensors(
     flat = flatten_tensors(tensors)
     saved = read_shapes(path)
     for part in tensors:
-        owner = (owners or {}).get(part, f"the {part.replace('_', ' ')}")
         wanted = {name: t for name, t in flat.items() if name.startswith(f"{part}.")}
         stored = {name: s for name, s in saved.items() if name.startswith(f"{part}.")}
         differences = _differences(wanted, stored)
@@ -139,8 +141,8 @@ def load_tensors(
             shown = "; ".join(differences[:3])
             more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
             raise UserError(
-                f"checkpoint {path} does not fit {owner}: {shown}{more}; use the settings that it "
-                "was trained with"
+                f"checkpoint {path} does not fit the {part.replace('_', ' ')}: {shown}{more}; "
+                f"{_REMEDIES.get(part, 'use the settings that it was trained with')}"
             )
     load_tensors_into(path, flat)
 

@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 
-from scalerun.checkpoint.checkpoint_manager import find_checkpoint, load_tensors, read_state, run_file
+from scalerun.checkpoint.checkpoint_manager import (
+    find_checkpoint,
+    load_tensors,
+    read_state,
+    run_file,
+)
 from scalerun.cli.registries import CHOOSERS
 from scalerun.dataclass.configs import ScalerunConfig
 from scalerun.dataclass.errors import ConfigError, UserError

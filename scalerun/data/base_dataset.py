@@ -14,7 +14,7 @@ Sample = TypeVar("Sample")
 
 @dataclass(frozen=True)
 class DatasetCounts:
-    """What a dataset holds once every shard has been read."""
+    """What the shards of a dataset hold that have been read so far."""
 
     documents: int
     tokens: int
@@ -64,8 +64,8 @@ class BaseDataset(ABC, Generic[Sample]):
         """Make a batch; of no samples, one with a row of padding and no targets."""
 
     @abstractmethod
-    def counts(self) -> DatasetCounts | None:
-        """Totals of one pass, or None while some shard has not been read."""
+    def counts(self) -> DatasetCounts:
+        """Totals of the shards that have been read so far; after a whole pass, of all."""
 
     def num_samples(self) -> int | None:
         """Samples in an epoch, or None while that is not known."""

@@ -133,9 +133,7 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
     def collate(self, samples: Sequence[TokenBlock], sample_ids: Sequence[int]) -> Batch:
         return self.collater(samples, sample_ids)
 
-    def counts(self) -> DatasetCounts | None:
-        if len(self.summaries) < self.num_shards():
-            return None
+    def counts(self) -> DatasetCounts:
         found = self.summaries.values()
         return DatasetCounts(
             documents=sum(summary.documents for summary in found),

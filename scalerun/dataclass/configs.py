@@ -259,7 +259,9 @@ class ScalerunConfig(ScalerunDataclass):
             raise ConfigError("--patience needs validation, which --disable-validation turns off")
         if common.log_file is not None and common.log_format == "none":
             raise ConfigError("--log-file has nothing to write with --log-format none")
-        resets = [f"--{n.replace('_', '-')}" for n, on in vars(ckpt).items() if "reset_" in n and on]
+        resets = [
+            f"--{n.replace('_', '-')}" for n, on in vars(ckpt).items() if "reset_" in n and on
+        ]
         if resets and ckpt.restore_file is None:
             raise ConfigError(f"{resets[0]} says what not to load from --restore-file; give both")
         if ckpt.no_save and ckpt.save_interval_updates:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _WHOLE = re.compile(r"[+-]?\d+(_\d+)*")
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_ITEM = re.compile(rf"(?:^|(?<=,))(?:\s*(?:{_QUOTED.pattern})\s*(?=,|$)|[^,]*)")
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _BRACKETS = {"[": "]", "(": ")"}
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -102,18 +104,22 @@ def _scalar(kind: type, text: str) -> Any:
 
 
 def _items(text: str) -> list[str]:
-    text = text.strip()
-    closing = _BRACKETS.get(text[:1])
+    """Split a list at its commas; those inside quotes belong to an item.
+
+    Brackets around the list and quotes around an item are taken off. White space counts only inside
+    quotes.
+    """
+    inner = text.strip()
+    closing = _BRACKETS.get(inner[:1])
     if closing is not None:
-        if not text.endswith(closing):
-            raise ValueError(f"{text!r} opens {text[0]!r} and does not close it")
-        text = text[1:-1].strip()
-    if not text:
+        if not inner.endswith(closing):
+            raise ValueError(f"{text!r} opens {inner[0]!r} and does not close it")
+        inner = inner[1:-1].strip()
+    elif text and not inner:
+        raise ValueError(f"{text!r} is only white space; put it in quotes inside the value")
+    if not inner:
         return []
-    items = [item.strip() for item in text.removesuffix(",").split(",")]
+    items = [match.group().strip() for match in _ITEM.finditer(inner.removesuffix(","))]
     if not all(items):
         raise ValueError(f"{text!r} has an empty item")
-    return [
-        item[1:-1] if len(item) > 1 and item[0] == item[-1] and item[0] in "'\"" else item
-        for item in items
-    ]
+    return [item[1:-1] if _QUOTED.fullmatch(item) else item for item in items]

@@ -92,7 +92,7 @@ class UpdateProfiler:
             return
         name = f"{first}-{last}" + (f".rank{self.rank}" if self.rank else "")
         trace = self.folder / f"trace_{name}.json"
-        sort_by = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        sort_by = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=sort_by, row_limit=_TABLE_ROWS)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +23,19 @@ def show_seconds(seconds: float) -> str:
     if days:
         return f"{days}d {hours:02}:{minutes:02}:{rest:02}"
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _size() -> dict[str, Any]:
+    """Follow the terminal's size; where it reports none, tqdm would show nothing at all."""
+    try:
+        reported = os.get_terminal_size(sys.stderr.fileno())
+        known = min(reported) > 0
+    except (OSError, ValueError):
+        known = False
+    if known:
+        return {"dynamic_ncols": True}
+    columns, lines = shutil.get_terminal_size()
+    return {"ncols": columns, "nrows": lines}
 
 
 class TimeLeft(BaseSink):
@@ -104,7 +119,7 @@ class TqdmSink(BaseSink):
                 total=total,
                 initial=max(num_updates - 1, 0),
                 file=sys.stderr,
-                dynamic_ncols=True,
+                **_size(),
                 leave=True,
                 bar_format=count + "{postfix}",
             )

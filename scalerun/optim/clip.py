@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 NormType = Literal["l2", "inf"]
 
@@ -52,10 +50,9 @@ def total_norm(grads: Iterable[Tensor], norm_type: NormType = "l2") -> Tensor:
     DTensors on different meshes cannot meet in one operation, so each mesh is reduced to a plain
     number by itself.
     """
-    groups: dict[tuple[DeviceMesh | None, torch.device], list[Tensor]] = defaultdict(list)
+    groups: dict[tuple[Any, torch.device], list[Tensor]] = defaultdict(list)
     for grad in grads:
-        mesh = grad.device_mesh if isinstance(grad, DTensor) else None
-        groups[mesh, grad.device].append(grad)
+        groups[getattr(grad, "device_mesh", None), grad.device].append(grad)
     if not groups:
         return torch.zeros(())
     norms = [_group_norm(group, norm_type) for group in groups.values()]
@@ -69,10 +66,17 @@ def multiply_grads(grads: Iterable[Tensor], factor: Tensor | float) -> None:
     """Multiply tensors in place by a number or a plain scalar tensor."""
     groups: dict[torch.device, list[Tensor]] = defaultdict(list)
     for grad in grads:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        groups[local.device].append(local)
+        groups[grad.device].append(local_part(grad))
     for device, group in groups.items():
         torch._foreach_mul_(group, factor.to(device) if isinstance(factor, Tensor) else factor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the plain tensor itself.
+
+    DTensors are told by what they have: importing their class takes most of a second.
+    """
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _order(norm_type: NormType) -> float:
@@ -86,4 +90,4 @@ def _group_norm(grads: list[Tensor], norm_type: NormType) -> Tensor:
     else:
         norms = list(torch._foreach_norm(grads, _order(norm_type)))
     norm = torch.linalg.vector_norm(torch.stack(norms), _order(norm_type))
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import option
 from scalerun.optim.base_optimizer import BaseOptimizer, OptimizerConfig, register_optimizer
+from scalerun.optim.clip import local_part
 
 
 @dataclass
@@ -48,12 +48,15 @@ class SGD(BaseOptimizer):
             {**group, "weight_decay": 0.0, "decoupled_decay": group["weight_decay"]}
             for group in groups
         ]
+        # torch has no fused kernel of SGD for DTensors.
+        sharded = any(hasattr(param, "to_local") for param in self.named_params.values())
         optimizer = torch.optim.SGD(
             torch_groups,
             lr=0.0,
             momentum=self.cfg.momentum,
             nesterov=self.cfg.nesterov,
-            fused=True,
+            fused=not sharded,
+            foreach=sharded,
         )
         # The fused kernel wants either every buffer or none; a zero buffer gives mu 0 + g = g.
         for param in self.named_params.values():
@@ -69,11 +72,7 @@ class SGD(BaseOptimizer):
     def step(self) -> None:
         for group in self.param_groups:
             factor = 1.0 - group["lr"] * group["decoupled_decay"]
-            decayed = [
-                p.to_local() if isinstance(p, DTensor) else p
-                for p in group["params"]
-                if p.grad is not None
-            ]
+            decayed = [local_part(p) for p in group["params"] if p.grad is not None]
             if factor != 1.0 and decayed:
                 torch._foreach_mul_(decayed, factor)
         super().step()

@@ -16,7 +16,7 @@ from scalerun.data.batch import Batch
 from scalerun.data.dictionary import Dictionary
 from scalerun.data.layout import TRAIN
 from scalerun.data.tokenizer import BaseTokenizer
-from scalerun.dataclass.errors import UserError
+from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.models.base_model import BaseModel, build_model
 from scalerun.registry import Registry
@@ -89,14 +89,25 @@ class BaseTask(ABC):
     def build_model(
         self, model_cfg: ScalerunDataclass, *, seed: int, device: torch.device
     ) -> BaseModel:
-        """The model for this task's vocabulary, with drawn weights."""
-        return build_model(
+        """The model for this task's vocabulary, with drawn weights.
+
+        Raises:
+            ConfigError: the task's sequences are longer than the model's positions.
+        """
+        model = build_model(
             model_cfg,
             vocab_size=len(self.dictionary),
             padding_idx=self.dictionary.pad,
             seed=seed,
             device=device,
         )
+        positions = model.max_positions()
+        if positions is not None and self.sequence_length > positions:
+            raise ConfigError(
+                f"--tokens-per-sample {self.sequence_length} is above the model's {positions} "
+                "positions; lower it or raise --max-target-positions"
+            )
+        return model
 
     def train_step(
         self, batch: Batch, model: nn.Module, criterion: BaseCriterion

@@ -27,8 +27,8 @@ class Rotation:
 
 def turn(x_BHTK: Tensor, table: Tensor) -> Tensor:
     """Turn pair ``(x[2i], x[2i+1])`` by the cosine and sine of column i, in float32 or better."""
-    wide = x_BHTK if x_BHTK.dtype == torch.float64 else x_BHTK.float()
-    pairs = wide.unflatten(-1, (-1, 2))
+    wide = x_BHTK if x_BHTK.dtype in (torch.float32, torch.float64) else x_BHTK.float()
+    pairs = wide.view(*x_BHTK.shape[:-1], -1, 2)
     if torch.compiler.is_compiling():
         # The compiler fuses this and has no code for complex numbers.
         (even, odd), (cos, sin) = pairs.unbind(-1), table.unbind(-1)
@@ -36,7 +36,8 @@ def turn(x_BHTK: Tensor, table: Tensor) -> Tensor:
     else:
         # The same numbers at a third of the time.
         turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table))
-    return turned.flatten(-2).to(x_BHTK.dtype)
+    turned = turned.flatten(-2)
+    return turned if wide is x_BHTK else turned.to(x_BHTK.dtype)
 
 
 class AbsolutePosition(nn.Module, ABC):

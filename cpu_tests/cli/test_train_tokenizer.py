@@ -1,0 +1,113 @@
+import json
+
+import pytest
+
+from scalerun.cli.train_tokenizer import TrainTokenizerConfig, main, read_texts, train_tokenizer
+from scalerun.data.layout import find_split
+from scalerun.data.tokenizer import load_tokenizer
+from scalerun.dataclass.errors import ConfigError, UserError
+
+
+@pytest.fixture
+def settings(corpus, tmp_path):
+    def settings(**changes):
+        values = {"data": str(corpus), "vocab_size": 300, "output": str(tmp_path / "out/t.model")}
+        cfg = TrainTokenizerConfig(**{**values, **changes})
+        cfg.validate()
+        return cfg
+
+    return settings
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"model_type": "unigram"}, {"library": "tokenizers", "output": "t.json"}]
+)
+def test_the_file_is_deterministic_and_gives_text_back(
+    settings, changes, tmp_path, monkeypatch, corpus
+):
+    monkeypatch.chdir(tmp_path)
+    cfg = settings(**changes)
+    path = train_tokenizer(cfg)
+    first = path.read_bytes()
+    assert train_tokenizer(cfg).read_bytes() == first
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.dictionary.num_real_symbols == 300
+    assert tokenizer.is_lossless()
+    for text in read_texts(find_split(corpus, "train"), cfg):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert [p.name for p in path.parent.iterdir() if p.name.startswith(".")] == []
+
+
+def test_only_the_training_split_is_read(settings, corpus):
+    before = train_tokenizer(settings()).read_bytes()
+    (corpus / "valid/first/00/verse.jsonl").write_text("not even JSON")
+    assert train_tokenizer(settings()).read_bytes() == before
+
+
+def test_a_sample_is_taken_evenly(settings, tmp_path):
+    folder = tmp_path / "many"
+    folder.mkdir()
+    texts = [f"{i:04} " + "x" * 10_000 for i in range(400)]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (folder / "a.jsonl").write_text("".join(lines))
+    cfg = settings(data=str(folder), sample_megabytes=1)
+    sample = [int(text[:4]) for text in read_texts(find_split(folder, "train"), cfg)]
+    assert len(sample) == pytest.approx(100, abs=2)
+    assert max(b - a for a, b in zip(sample, sample[1:], strict=False)) <= 5
+
+
+def test_bad_records_stop_or_are_skipped(settings, corpus):
+    with (corpus / "train/00/verse.jsonl").open("a") as file:
+        file.write("{")
+    with pytest.raises(UserError, match=r"verse\.jsonl:15: not JSON"):
+        train_tokenizer(settings())
+    train_tokenizer(settings(bad_records="skip"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": ""}, "the data folder is missing"),
+        (
+            {"output": ""},
+            "--output is ''; --library sentencepiece writes a file that ends in .model",
+        ),
+        ({"output": "a.json"}, "ends in .model"),
+        ({"output": "a.model", "library": "tokenizers"}, "ends in .json"),
+        ({"vocab_size": 0}, "--vocab-size is 0"),
+        ({"character_coverage": 0.0}, "--character-coverage is 0"),
+        ({"sample_megabytes": -1}, "--sample-megabytes is -1"),
+        ({"library": "tokenizers", "output": "a.json", "model_type": "unigram"}, "bpe only"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        settings(**changes)
+
+
+def test_a_vocabulary_that_does_not_fit_leaves_the_old_file(settings):
+    path = train_tokenizer(settings())
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="too large for this text; the maximum is"):
+        train_tokenizer(settings(vocab_size=50_000))
+    with pytest.raises(UserError, match="too small for this text; the minimum is"):
+        train_tokenizer(settings(vocab_size=20))
+    assert path.read_bytes() == before
+
+
+def test_text_without_documents_is_refused(settings, tmp_path):
+    folder = tmp_path / "blank"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("\n\n")
+    with pytest.raises(UserError, match="no text to train a tokenizer on"):
+        train_tokenizer(settings(data=str(folder)))
+
+
+def test_the_command_writes_the_file(run, corpus, tmp_path):
+    command = run("train_tokenizer", corpus, "--vocab-size", "300", "--output", "t.model")
+    assert command.code == 0, command.stderr
+    assert "bytes per token" in command.stderr
+    assert (tmp_path / "t.model").exists()
+    command = run("train_tokenizer", corpus, "--vocab-size", "90000", "--output", "t.model")
+    assert command.code == 1
+    assert "the maximum is" in command.error

@@ -1,0 +1,124 @@
+import logging
+
+import pytest
+
+from scalerun.data.layout import TextFile, find_sets, find_split
+from scalerun.dataclass.errors import UserError
+
+
+@pytest.fixture
+def touch(tmp_path):
+    def touch(*names):
+        for name in names:
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("")
+        return tmp_path
+
+    return touch
+
+
+def names(split):
+    return [[file.name for file in shard] for shard in split.shards]
+
+
+def test_shards_are_sorted_as_numbers_and_files_by_name(touch):
+    data = touch("train/10/a.jsonl", "train/2/b.jsonl", "train/2/a.jsonl.gz", "train/0/a.jsonl.zst")
+    assert names(find_split(data, "train")) == [
+        ["train/0/a.jsonl.zst"],
+        ["train/2/a.jsonl.gz", "train/2/b.jsonl"],
+        ["train/10/a.jsonl"],
+    ]
+
+
+@pytest.mark.parametrize("folder", ["", "train/"])
+def test_files_without_shard_folders_are_one_shard(touch, folder):
+    data = touch(f"{folder}b.txt", f"{folder}a.jsonl", f"{folder}c.JSONL.GZ")
+    expected = [[f"{folder}a.jsonl", f"{folder}b.txt", f"{folder}c.JSONL.GZ"]]
+    assert names(find_split(data, "train")) == expected
+
+
+def test_a_corpus_is_a_file_name_without_its_ending(touch):
+    data = touch("a.b.jsonl", "web.jsonl.gz", "book.TXT", "x.jsonl.zst")
+    assert find_split(data, "train").corpora == ["a.b", "book", "web", "x"]
+    assert TextFile(data / "book.TXT", "book.TXT").suffix == ".txt"
+
+
+def test_strays_are_named_in_one_line_and_never_abort(touch, caplog):
+    data = touch(
+        "train/0/a.jsonl", "train/0/.DS_Store", "train/0/notes.md", "train/.ipynb_checkpoints/x",
+        "train/README", "train/7/empty.md", "train/late.jsonl",
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO):
+        assert names(find_split(data, "train")) == [["train/0/a.jsonl"]]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"not used in {data}/train: .ipynb_checkpoints, 7, README, late.jsonl",
+        f"not used in {data}/train/0: .DS_Store, notes.md",
+    ]
+
+
+def test_missing_shard_numbers_are_noted(touch, caplog):
+    data = touch("train/0/a.jsonl", "train/3/a.jsonl")
+    with caplog.at_level(logging.INFO):
+        assert len(find_split(data, "train").shards) == 2
+    assert "shard numbers missing" in caplog.text
+    assert caplog.messages[-1].endswith(": 1, 2")
+
+
+def test_a_name_stands_for_all_sets_below_it(touch):
+    data = touch(
+        "train/0/a.jsonl", "valid/wiki/00/a.jsonl", "valid/news/a.jsonl", "valid/none/x.md",
+        "valid/2020/0/a.jsonl", "other/0/a.jsonl", "valid/.hidden/0/a.jsonl",
+    )  # fmt: skip
+    assert find_sets(data, ["valid"]) == ["valid/2020", "valid/news", "valid/wiki"]
+    assert find_sets(data, ["valid/wiki", "other", "valid"]) == [
+        "valid/wiki", "other", "valid/2020", "valid/news",
+    ]  # fmt: skip
+
+
+def test_a_set_may_have_its_files_directly_in_it(touch):
+    data = touch("a.jsonl", "valid/a.jsonl", "valid/more/0/a.jsonl")
+    assert find_sets(data, ["valid"]) == ["valid", "valid/more"]
+    assert names(find_split(data, "valid")) == [["valid/a.jsonl"]]
+
+
+def test_validation_is_optional_only_by_its_default_name(touch):
+    data = touch("a.jsonl")
+    assert find_sets(data, ["valid"]) == []
+    with pytest.raises(UserError, match="has no validation sets"):
+        find_sets(data, ["valid/wiki"])
+
+
+@pytest.mark.parametrize("name", ["valid/wikis", "wiki", "valid/wiki/00"])
+def test_a_set_that_is_not_there_is_refused_with_those_that_are(touch, name):
+    data = touch("train/0/a.jsonl", "valid/wiki/00/a.jsonl", "valid/news/0/a.jsonl")
+    if name == "valid/wiki/00":  # a shard alone can be scored
+        assert find_sets(data, [name]) == [name]
+        return
+    with pytest.raises(UserError, match=r"sets there: valid/news, valid/wiki$"):
+        find_sets(data, [name])
+    with pytest.raises(UserError, match="sets there"):
+        find_split(data, name)
+
+
+def test_an_empty_validation_folder_is_refused(touch):
+    data = touch("a.jsonl", "valid/x.md")
+    with pytest.raises(UserError, match="--valid-subset valid is not in"):
+        find_sets(data, ["valid"])
+
+
+def test_a_missing_folder_and_a_file_are_refused(touch):
+    data = touch("a.jsonl")
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        find_split(data / "nowhere", "train")
+    with pytest.raises(UserError, match="is a file; give a folder"):
+        find_split(data / "a.jsonl", "train")
+
+
+def test_a_folder_without_text_is_refused_with_what_it_holds(touch):
+    data = touch("a.csv", "b.parquet")
+    with pytest.raises(UserError, match=r"found a\.csv, b\.parquet; expected \.jsonl"):
+        find_split(data, "train")
+    touch("train/notes.md")
+    with pytest.raises(UserError, match=r"train holds no text files; found notes\.md"):
+        find_split(data, "train")

@@ -1,0 +1,45 @@
+"""Text becomes values by type alone."""
+
+import pytest
+
+from scalerun.dataclass.literals import SettingType
+
+STRINGS = SettingType.of(list[str])
+
+
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        ("a,b", ["a", "b"]),
+        (" [ a , b ] ", ["a", "b"]),
+        ("'a','b'", ["a", "b"]),
+        ("', ',\"x, y\"", [", ", "x, y"]),
+        ("'\n'", ["\n"]),
+        ("it's", ["it's"]),
+        ("it's,that's", ["it's", "that's"]),
+        ("a,", ["a"]),
+        ("[]", []),
+        ("", []),
+        ("a b", ["a b"]),
+    ],
+)
+def test_a_list_is_cut_at_commas_outside_quotes(text, items):
+    assert STRINGS.parse(text) == items
+
+
+@pytest.mark.parametrize("text", [",", "a,,b", "\n", "  ", "[a", "(a]"])
+def test_a_list_with_a_hole_is_refused(text):
+    with pytest.raises(ValueError, match="item|white space|close"):
+        STRINGS.parse(text)
+
+
+def test_optional_settings_can_be_unset():
+    assert SettingType.of(int | None).parse("none") is None
+    with pytest.raises(ValueError, match="whole number"):
+        SettingType.of(int).parse("none")
+
+
+@pytest.mark.parametrize("annotation", [bytes, list[list[int]], dict[int, float], int | str, tuple])
+def test_other_types_are_no_settings(annotation):
+    with pytest.raises(TypeError, match="a setting cannot be"):
+        SettingType.of(annotation)

@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from scalerun.data.byte_tokenizer import ByteTokenizer
+from scalerun.dataclass.errors import UserError
+from scalerun.tasks import base_task
+from scalerun.tasks.base_task import BaseTask
+
+
+class Task(BaseTask):
+    def __init__(self, cfg=None):
+        super().__init__(cfg)
+        self.tokenizer = ByteTokenizer()
+        self.dictionary = self.tokenizer.dictionary
+        self.read = []
+
+    @classmethod
+    def setup_task(cls, cfg, *, seed, cache_dir, quarantine):
+        return cls(cfg)
+
+    def read_dataset(self, split, *, training):
+        self.read.append((split, training))
+        return object()
+
+    def valid_subsets(self, names):
+        return list(names)
+
+
+def test_a_dataset_is_built_once_for_each_use():
+    task = Task()
+    for _ in range(2):
+        task.load_dataset("train")
+        task.load_dataset("train", training=False)
+        task.load_dataset("valid")
+    assert task.read == [("train", True), ("train", False), ("valid", False)]
+
+
+def test_the_model_is_built_for_the_vocabulary(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(base_task, "build_model", lambda cfg, **options: seen.update(options))
+    Task().build_model(None, seed=7, device=torch.device("cpu"))
+    assert seen == {"vocab_size": 264, "padding_idx": 257, "seed": 7, "device": torch.device("cpu")}
+
+
+def test_a_checkpoint_of_another_vocabulary_is_refused():
+    task = Task()
+    task.load_state_dict(task.state_dict())
+    with pytest.raises(UserError, match="another vocabulary"):
+        task.load_state_dict({**task.state_dict(), "vocabulary": "x"})

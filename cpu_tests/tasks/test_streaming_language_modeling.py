@@ -1,0 +1,146 @@
+import json
+
+import pytest
+import torch
+
+from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput
+from scalerun.data.loader import BatchLoader
+from scalerun.data.tokenizer_training import train_byte_level_bpe
+from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.tasks.base_task import TASK_REGISTRY, setup_task
+from scalerun.tasks.streaming_language_modeling import StreamingLanguageModelingConfig
+
+
+@pytest.fixture
+def make_task(tmp_path, corpus):
+    def make(**settings):
+        settings = {"data": str(corpus), "tokenizer": "bytes", "tokens_per_sample": 32, **settings}
+        cfg = TASK_REGISTRY.config_for("streaming_language_modeling").replace(**settings)
+        cfg.validate()
+        return setup_task(
+            cfg, seed=1, cache_dir=tmp_path / "run/cache", quarantine=tmp_path / "run/bad.jsonl"
+        )
+
+    return make
+
+
+def test_training_data_is_shuffled_and_validation_data_is_not(make_task):
+    task = make_task()
+    assert task.load_dataset("train").recipe.seed == 1
+    assert task.load_dataset("valid/first").recipe.seed is None
+    assert task.load_dataset("train", training=False).recipe.seed is None
+    assert task.load_dataset("valid/first", training=True).recipe.seed == 1
+    assert task.load_dataset("train") is task.load_dataset("train")
+
+
+def test_weights_never_apply_to_validation(make_task):
+    task = make_task(corpus_weights={"verse": 2.0})
+    assert task.load_dataset("valid/first").recipe.mixture.is_plain
+    assert not task.load_dataset("train").recipe.mixture.is_plain
+
+
+def test_valid_stands_for_all_sets_and_is_optional(make_task, tmp_path, write_jsonl):
+    assert make_task().valid_subsets(["valid"]) == ["valid/first", "valid/second"]
+    with pytest.raises(UserError, match="did you mean valid/first"):
+        make_task().valid_subsets(["valid/frist"])
+    write_jsonl(tmp_path / "plain/a.jsonl", ["text"])
+    assert make_task(data=str(tmp_path / "plain")).valid_subsets(["valid"]) == []
+
+
+def test_tokenised_text_is_kept_in_the_run_folder_or_where_asked(make_task, tmp_path):
+    make_task().load_dataset("train")
+    assert list((tmp_path / "run/cache").glob("*.tokens"))
+    make_task(cache_dir=str(tmp_path / "shared")).load_dataset("train")
+    assert list((tmp_path / "shared").glob("*.tokens"))
+
+
+def test_masking_and_positions_reach_the_batches(make_task):
+    dataset = make_task(document_masking=True, reset_positions=True).load_dataset("train")
+    loader = BatchLoader(
+        dataset, batch_size=2, update_freq=lambda epoch: 1, num_workers=0, buffer_size=1
+    )
+    (batch,) = next(loader.updates())
+    assert batch.document_ids is not None
+    assert batch.positions is not None
+    assert batch.tokens.shape == (2, 32)
+
+
+def test_the_report_tells_what_was_read_and_left_out_once(make_task, corpus, tmp_path):
+    file = corpus / "train/00/verse.jsonl"
+    file.write_text(file.read_text(encoding="utf-8") + "\n{\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"verse\.jsonl:16: not JSON"):
+        make_task().load_dataset("train")
+    task = make_task(bad_records="skip")
+    task.load_dataset("train")
+    data, bad = task.data_report()
+    assert data["event"] == "data"
+    assert (data["lines_lines"], data["lines_documents"]) == (16, 14)
+    assert (data["lines_blank"], data["lines_quarantined"]) == (1, 1)
+    assert bad["event"] == "bad_record"
+    assert bad["line"] == 16
+    assert json.loads((tmp_path / "run/bad.jsonl").read_text())["record"] == "{"
+    assert json.dumps([data, bad])
+    assert task.data_report() == []
+
+
+def test_assets_rebuild_the_tokenizer_elsewhere(make_task, tmp_path, write_jsonl):
+    model = tmp_path / "t.json"
+    model.write_bytes(train_byte_level_bpe(["the cat sat on the mat"], vocab_size=262))
+    task = make_task(tokenizer=str(model))
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for name, source in task.assets().items():
+        (folder / name).write_bytes(source.read_bytes())
+    model.unlink()
+    moved = type(task).with_assets(task.cfg, folder)
+    again = setup_task(moved, seed=1, cache_dir=tmp_path, quarantine=tmp_path / "q")
+    assert again.tokenizer.digest == task.tokenizer.digest
+    assert make_task().assets() == {}
+    assert type(task).with_assets(make_task().cfg, folder).tokenizer == "bytes"
+
+
+def test_assets_of_vocabulary_and_merges(make_task, tmp_path):
+    cfg = StreamingLanguageModelingConfig(vocab_filename="v/a.json", merges_filename="v/b.txt")
+    moved = type(make_task()).with_assets(cfg, tmp_path)
+    assert moved.vocab_filename == str(tmp_path / "vocab.json")
+    assert moved.merges_filename == str(tmp_path / "merges.txt")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data": ""}, "the data folder is missing"),
+        ({"tokens_per_sample": 0}, "--tokens-per-sample is 0"),
+        ({"corpus_weights": {"a": -1.0}}, "--corpus-weights"),
+        ({"tokenizer": None}, "--tokenizer is required"),
+    ],
+)
+def test_wrong_settings_are_refused(make_task, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        make_task(**settings)
+
+
+def test_a_missing_folder_is_refused_when_data_is_read_not_before(make_task):
+    task = make_task(data="/nowhere")  # generating needs no data
+    with pytest.raises(UserError, match="/nowhere does not exist"):
+        task.load_dataset("train")
+
+
+class CountTargets(BaseCriterion):
+    def forward(self, model, batch):
+        loss = model(batch.tokens.float()).sum()
+        return CriterionOutput(loss, batch.num_targets)
+
+
+def test_steps_hand_the_batch_to_the_criterion(make_task):
+    task = make_task()
+    loader = BatchLoader(
+        task.load_dataset("train"), batch_size=2, update_freq=lambda epoch: 1, num_workers=0,
+        buffer_size=1,
+    )  # fmt: skip
+    (batch,) = next(loader.updates())
+    model, criterion = torch.nn.Linear(32, 1), CountTargets(task.cfg)
+    assert task.train_step(batch, model, criterion).loss_sum.requires_grad
+    output = task.valid_step(batch, model, criterion)
+    assert not output.loss_sum.requires_grad
+    assert output.num_targets == batch.num_targets == 64
