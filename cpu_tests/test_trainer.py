@@ -36,7 +36,7 @@ class Exploding(CrossEntropy):
 
 @pytest.fixture
 def train(corpus, tiny, tmp_path, monkeypatch, records):
-    """Train in this process -> (exit code, training records, ids of the sequences of each update)."""
+    """Train in this process -> (exit code, training records, ids of each update's sequences)."""
     monkeypatch.chdir(tmp_path)
 
     def train(*words, save_dir="run"):

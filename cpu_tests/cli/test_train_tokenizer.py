@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from scalerun.cli.train_tokenizer import TrainTokenizerConfig, main, read_texts, train_tokenizer
+from scalerun.cli.train_tokenizer import TrainTokenizerConfig, read_texts, train_tokenizer
 from scalerun.data.layout import find_split
 from scalerun.data.tokenizer import load_tokenizer
 from scalerun.dataclass.errors import ConfigError, UserError

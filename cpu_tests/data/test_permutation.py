@@ -29,6 +29,6 @@ def test_every_place_is_equally_likely():
 
 def test_uniform_numbers_spread_evenly():
     numbers = np.array([uniform(seed) for seed in range(2000)])
-    assert 0 <= numbers.min()
+    assert numbers.min() >= 0
     assert numbers.max() < 1
     assert abs(numbers.mean() - 0.5) < 0.03

@@ -1,17 +1,5 @@
-"""Checkpoints: written atomically, checked before they are read, loaded without pickle."""
+"""Saving and loading runs.
 
-from scalerun.checkpoint.checkpoint_manager import CheckpointManager, LoadedCheckpoint, Stateful
-from scalerun.checkpoint.manifest import DamagedCheckpoint, verify
-from scalerun.checkpoint.reader import find_checkpoint, load_tensors, read_state, run_file
-
-__all__ = [
-    "CheckpointManager",
-    "DamagedCheckpoint",
-    "LoadedCheckpoint",
-    "Stateful",
-    "find_checkpoint",
-    "load_tensors",
-    "read_state",
-    "run_file",
-    "verify",
-]
+Nothing is imported here: :mod:`scalerun.checkpoint.checkpoint_manager` needs torch's distributed
+checkpoints, which take a second to import, and the small parts do not.
+"""

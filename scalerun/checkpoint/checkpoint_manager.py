@@ -115,7 +115,6 @@ class CheckpointManager:
             maximize=cfg.maximize_best_checkpoint_metric,
             metric_name=f"{cfg.best_checkpoint_subset or ''}/{cfg.best_checkpoint_metric}",
         )
-        self._forget_metrics_to = -1
         self._known_good: set[int] = set()
         self._known_damaged: set[int] = set()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -175,7 +174,8 @@ class CheckpointManager:
 
         Args:
             state: objects by part, as for :meth:`save`.
-            skip: parts not to load.
+            skip: parts not to load from ``--restore-file``; a run's own checkpoint is loaded whole,
+                so that the same command goes on after a stop.
             optional: parts that a checkpoint need not have; see ``LoadedCheckpoint.missing``.
 
         Returns:
@@ -196,12 +196,11 @@ class CheckpointManager:
         if folder is None:
             return None
         manifest = read_manifest(folder)
-        wanted = {part: owner for part, owner in state.items() if part not in skip}
+        left_out = () if own else skip
+        wanted = {part: owner for part, owner in state.items() if part not in left_out}
         plain = load_state(folder, wanted, optional=optional)
         if own:
             self._known_good.add(manifest.num_updates)
-            if self.cfg.reset_meters:
-                self._forget_metrics_to = manifest.num_updates
             if not self.cfg.no_save:
                 self._update_pointers()
         unused = sorted(plain.keys() - state.keys())
@@ -228,7 +227,7 @@ class CheckpointManager:
     def best_metric(self) -> float | None:
         """The best value of the checkpoint metric among the run's checkpoints."""
         self.wait()
-        best = self.retention.best(self._scored(whole_manifests(self.folder, self._known_damaged)))
+        best = self.retention.best(whole_manifests(self.folder, self._known_damaged))
         return best[0].metric if best else None
 
     def poll(self) -> None:
@@ -361,15 +360,12 @@ class CheckpointManager:
         last = manifests[0].num_updates
         protected = {last}
         self.folder.point(LAST, last)
-        best = self.retention.best(self._scored(manifests))
+        best = self.retention.best(manifests)
         if best:
             self.folder.point(BEST, best[0].num_updates)
             protected.add(best[0].num_updates)
         for num_updates in self.retention.expired(manifests, protected):
             self.folder.remove(num_updates)
-
-    def _scored(self, manifests: list[Manifest]) -> list[Manifest]:
-        return [m for m in manifests if m.num_updates > self._forget_metrics_to]
 
     def _report(self, event: dict[str, Any]) -> None:
         self.on_event(event)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import IO
 
 from scalerun.cli.entry import run_cli
-from scalerun.cli.inference import load_for_inference
 from scalerun.data.base_tokenizer import BaseTokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
@@ -274,6 +273,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a model may say what the terminal cannot show
     device = choose_device(cpu=cfg.cpu)
     precision = choose_precision(fp16=False, bf16=cfg.bf16, device=device)
+    # Only now, so that --help need not wait for torch's distributed packages.
+    from scalerun.cli.inference import load_for_inference
+
     loaded = load_for_inference(cfg.path, device=device, use_ema=cfg.use_ema, user_dir=cfg.user_dir)
     tokenizer, model = usable(loaded.task.tokenizer, loaded.model)
     session = Session(

@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from scalerun.checkpoint.checkpoint_manager import CheckpointManager
 from scalerun.cli.entry import run_cli
-from scalerun.cli.inference import ASSETS_FOLDER, CONFIG_FILE
 from scalerun.cli.registries import CHOOSERS
 from scalerun.cli.run_folder import RunFolder
-from scalerun.criterions.base_criterion import build_criterion
-from scalerun.data.loader import BatchLoader
 from scalerun.dataclass.configs import ScalerunConfig
-from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.parser import parse_config
-from scalerun.distributed.launch import choose_device, refuse_many_processes
-from scalerun.distributed.precision import choose_precision
+from scalerun.distributed.launch import refuse_many_processes
 from scalerun.distributed.stop_signal import StopSignal
 from scalerun.logging.console import setup_logging
-from scalerun.logging.profiler import UpdateProfiler
-from scalerun.logging.sinks import build_sinks
-from scalerun.logging.throughput import Throughput, measure_matmul_rate
-from scalerun.models.base_model import BaseModel
-from scalerun.optim.base_optimizer import build_optimizer
-from scalerun.optim.ema import EMA
-from scalerun.optim.loss_scaler import DynamicLossScaler
-from scalerun.optim.lr_scheduler.base_lr_scheduler import build_lr_scheduler
 from scalerun.plugins import load_plugins
-from scalerun.tasks.base_task import BaseTask, setup_task
-from scalerun.trainer import Trainer, TrainerParts
-
-logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     cfg = parse_config(
         ScalerunConfig, words, prog="scalerun-train", choosers=CHOOSERS, load_plugins=load_plugins
     )
+    # Only now, so that --help and a mistyped flag need not wait for torch's distributed packages.
+    from scalerun.cli.assembly import build_parts
+    from scalerun.trainer import Trainer
+
     setup_logging(cfg.common.log_format, log_file=cfg.common.log_file)
     with StopSignal() as stop_signal, RunFolder(Path(cfg.checkpoint.save_dir)) as folder:
         folder.write_description(cfg, words)
@@ -53,122 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         with parts.sinks, parts.checkpoints:
             Trainer(cfg, parts, stop_signal).train()
     return stop_signal.exit_code
-
-
-def build_parts(cfg: ScalerunConfig, save_dir: Path) -> TrainerParts:
-    """Build everything that the Trainer puts to work."""
-    device = choose_device(cpu=cfg.common.cpu)
-    precision = choose_precision(fp16=cfg.common.fp16, bf16=cfg.common.bf16, device=device)
-    task = setup_task(
-        cfg.task,
-        seed=cfg.common.seed,
-        cache_dir=save_dir / "cache",
-        quarantine=save_dir / "quarantine.jsonl",
-    )
-    valid_subsets = choose_valid_subsets(cfg, task)
-    loader = build_loader(cfg, task)
-    model = task.build_model(cfg.model, seed=cfg.common.seed, device=device)
-    if cfg.common.compile:
-        model.compile_blocks()
-    optimizer = build_optimizer(cfg.optimizer, model.named_parameters())
-    sinks = build_sinks(
-        cfg.common,
-        save_dir=save_dir,
-        run_config=cfg.to_dict(),
-        max_update=cfg.optimization.max_update,
-        stop_time_hours=cfg.optimization.stop_time_hours,
-    )
-    first, last = cfg.common.profile_updates
-    parts = TrainerParts(
-        task=task,
-        model=model,
-        criterion=build_criterion(cfg.criterion).to(device),
-        optimizer=optimizer,
-        lr_scheduler=build_lr_scheduler(
-            cfg.lr_scheduler, optimizer, max_update=cfg.optimization.max_update
-        ),
-        loader=loader,
-        checkpoints=CheckpointManager(
-            cfg.checkpoint, run_files=run_files(cfg, task), on_event=sinks.write
-        ),
-        sinks=sinks,
-        throughput=build_throughput(task, model, device, precision.dtype),
-        precision=precision,
-        loss_scaler=DynamicLossScaler(cfg.common) if precision.needs_loss_scale else None,
-        ema=EMA(model.named_parameters(), cfg.ema) if cfg.ema.store_ema else None,
-        profiler=UpdateProfiler(
-            save_dir, (first, last) if cfg.common.profile else None, device=device
-        ),
-        valid_subsets=valid_subsets,
-    )
-    describe(cfg, parts)
-    return parts
-
-
-def build_loader(cfg: ScalerunConfig, task: BaseTask) -> BatchLoader:
-    """The loader of the training set."""
-    data = cfg.dataset
-    assert data.batch_size is not None
-    return BatchLoader(
-        task.load_dataset(data.train_subset),
-        batch_size=data.batch_size,
-        update_freq=cfg.optimization.update_freq_at,
-        num_workers=data.num_workers,
-        buffer_size=data.data_buffer_size,
-        max_epoch=cfg.optimization.max_epoch,
-    )
-
-
-def choose_valid_subsets(cfg: ScalerunConfig, task: BaseTask) -> list[str]:
-    """The validation sets of the run, and a check of the flags that name one."""
-    if cfg.dataset.disable_validation:
-        return []
-    subsets = task.valid_subsets(cfg.dataset.valid_subset)
-    best = cfg.checkpoint.best_checkpoint_subset
-    if best is not None and best not in subsets:
-        raise ConfigError(
-            f"--best-checkpoint-subset {best} is not validated (sets: {', '.join(subsets)})"
-        )
-    if not subsets:
-        if cfg.optimization.patience > 0:
-            raise ConfigError("--patience needs a validation set, and the data has none")
-        logger.info("the data has no validation set; nothing will be validated")
-    return subsets
-
-
-def build_throughput(
-    task: BaseTask, model: BaseModel, device: torch.device, dtype: torch.dtype
-) -> Throughput:
-    """Counters of tokens and time, with the machine's own matrix-product rate."""
-    return Throughput(
-        device,
-        flops_per_token=model.training_flops_per_token(task.sequence_length),
-        matmul_rate=measure_matmul_rate(device, dtype),
-    )
-
-
-def run_files(cfg: ScalerunConfig, task: BaseTask) -> dict[str, str | Path]:
-    """Files that make a checkpoint complete in itself."""
-    files: dict[str, str | Path] = {CONFIG_FILE: json.dumps(cfg.to_dict(), indent=1)}
-    files.update({f"{ASSETS_FOLDER}/{name}": path for name, path in task.assets().items()})
-    return files
-
-
-def describe(cfg: ScalerunConfig, parts: TrainerParts) -> None:
-    """Say what is about to be trained."""
-    num_params = sum(parameter.numel() for parameter in parts.model.parameters())
-    precision = parts.precision
-    logger.info(
-        "%s, %s: %s parameters, %s on %s with %d threads",
-        cfg.task._name,
-        cfg.model._name,
-        f"{num_params:,}",
-        str(precision.dtype).removeprefix("torch."),
-        precision.device,
-        torch.get_num_threads(),
-    )
-    for report in parts.task.data_report():
-        parts.sinks.write({"kind": "event", "num_updates": 0, **report})
 
 
 def cli_main() -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scalerun.cli.entry import run_cli
-from scalerun.cli.inference import load_for_inference
 from scalerun.criterions.base_criterion import build_criterion
 from scalerun.dataclass.configs import above_zero, at_least
 from scalerun.dataclass.errors import ConfigError, UserError
@@ -67,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def score(cfg: ValidateConfig) -> list[SubsetResult]:
     """Score every set with the settings that training used, unless told otherwise."""
+    # Only now, so that --help need not wait for torch's distributed packages.
+    from scalerun.cli.inference import load_for_inference
+
     device = choose_device(cpu=cfg.cpu)
     run = load_for_inference(
         cfg.path, device=device, use_ema=cfg.use_ema, data=cfg.data, user_dir=cfg.user_dir
