@@ -10,7 +10,7 @@ DATA := projects/quickstart/data
 .PHONY: quickstart test test-long lint benchmark clean-venv
 
 quickstart: $(VENV)/installed
-	$(BIN)/python -m scalerun.cli.train_tokenizer $(DATA) --vocab-size 1024 --output projects/quickstart/cache/tokenizer.model
+	$(BIN)/python -m scalerun.cli.train_tokenizer $(DATA) --vocab-size 1024 --model-type unigram --output projects/quickstart/cache/tokenizer.model
 	$(BIN)/python -m scalerun.cli.train $(DATA) --config $(CONFIG) --save-dir $(RUN)
 	$(BIN)/python -m scalerun.cli.validate $(DATA) --path $(RUN) --json $(RUN)/valid.json
 	$(BIN)/python projects/quickstart/compare.py $(DATA) $(RUN)/valid.json

@@ -76,7 +76,7 @@ def evaluate(
     Returns:
         The result, or None when ``should_stop`` ended the pass.
     """
-    dataset = task.load_dataset(subset)
+    dataset = task.load_dataset(subset, training=False)
     was_training = model.training
     model.eval()
     criterion.eval()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.metadata
 import importlib.util
 import sys
 import traceback
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 from scalerun.dataclass.errors import ConfigError, UserError
 
 PREFIX = "scalerun_user_modules"
 ENTRY_POINT_GROUP = "scalerun.plugins"
+_NOT_PLUGINS = {Path(__file__).parent, Path(importlib.__file__).parent}
+"""Folders whose code only leads to a plug-in's."""
 
 
 def load_plugins(user_dir: str | None) -> None:
@@ -26,13 +31,8 @@ def load_plugins(user_dir: str | None) -> None:
         UserError: a plug-in's own code fails; names its file and line.
     """
     for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        try:
+        with _explained(f"the installed plug-in {entry_point.name} ({entry_point.value})", None):
             entry_point.load()
-        except ImportError as error:
-            raise UserError(
-                f"the installed plug-in {entry_point.name} ({entry_point.value}) cannot be "
-                f"imported: {error}; fix or uninstall it"
-            ) from error
     if user_dir is not None:
         import_user_dir(Path(user_dir))
 
@@ -41,7 +41,9 @@ def import_user_dir(folder: Path) -> None:
     """Import a folder: as a package where it has an ``__init__.py``, else every file in it."""
     folder = folder.expanduser().resolve()
     if not folder.is_dir():
-        raise ConfigError(f"--user-dir {folder} is not a folder")
+        raise ConfigError(
+            f"--user-dir {folder} is not a folder; give the one with the plug-in code"
+        )
     package = f"{PREFIX}.{folder.name}"
     init = folder / "__init__.py"
     files = [] if init.exists() else sorted(folder.glob("*.py"))
@@ -76,12 +78,37 @@ def _import_file(name: str, file: Path, search: list[str] | None) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
+        with _explained("--user-dir", file.parent):
+            spec.loader.exec_module(module)
+    except BaseException:
         del sys.modules[name]
-        if not isinstance(error, Exception) or isinstance(error, UserError):
-            raise
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"--user-dir: {place.filename}:{place.lineno}: {type(error).__name__}: {error}"
-        ) from error
+        raise
+
+
+@contextlib.contextmanager
+def _explained(what: str, folder: Path | None) -> Iterator[None]:
+    """Turn an error in a plug-in's own code into one sentence that names file and line.
+
+    Args:
+        what: how the user named the plug-in.
+        folder: where its code lies; None takes any code but ours and the import machinery's.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # somebody else's code may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{what}: {_place(error, folder)}{reason}; repair it") from error
+
+
+def _place(error: Exception, folder: Path | None) -> str:
+    """``file:line: `` of the plug-in's last line on the way to an error, if there is one."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}:{error.lineno}: "
+    frames = [(Path(f.filename), f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    if folder is not None:
+        frames = [frame for frame in frames if frame[0].is_relative_to(folder)]
+    else:
+        frames = [f for f in frames if f[0].exists() and not set(f[0].parents) & _NOT_PLUGINS]
+    return f"{frames[-1][0]}:{frames[-1][1]}: " if frames else ""

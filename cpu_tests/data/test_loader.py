@@ -170,7 +170,7 @@ def test_an_update_larger_than_the_data_is_refused_with_the_numbers(load, write_
 def test_an_error_far_into_the_data_comes_behind_what_is_before_it(
     load, write_corpus, tmp_path, workers
 ):
-    data = write_corpus({"train/0/a.jsonl": [[5] * 40], "train/1/a.jsonl": [[5]]})
+    data = write_corpus({"train/0/a.jsonl": [[5] * 40], "train/1/a.jsonl": [[5]]}, "bad")
     (data / "train/1/a.jsonl").write_text('{"text": "5"}\n{"text": null}\n')
     loader = load(2, data=data, workers=workers)
     stream = loader.updates()

@@ -166,7 +166,7 @@ def test_deepnorm_outranks_the_default_subln() -> None:
         ({"multiway": True}, "multiway"),
         ({"segment_length": "[4,8]"}, "segment_length"),
         ({"decoder_embed_dimm": 4}, "decoder_embed_dimm"),
-        ({"xpos_rel_pos": True, "rel_pos_buckets": 32, "max_rel_pos": 128}, "relative bias"),
+        ({"xpos_rel_pos": True, "rel_pos_buckets": 32, "max_rel_pos": 128}, "exclude each other"),
     ],
 )
 def test_other_architectures_are_refused(fields: dict[str, Any], words: str) -> None:

@@ -106,6 +106,19 @@ def test_left_padding_changes_no_logit(
 
 @every_position
 @torch.no_grad()
+def test_a_token_that_sees_nothing_depends_on_nothing_else(
+    position: str, model: TransformerDecoder, tokens: Tensor
+) -> None:
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    mask[:, :3] = True
+    other = torch.cat((tokens[:, :3], tokens[:, 3:].flip(1)), 1)
+    one, two = (model(x, padding_mask_BT=mask).logits[:, :3] for x in (tokens, other))
+    assert one.isfinite().all()
+    assert torch.equal(one, two)
+
+
+@every_position
+@torch.no_grad()
 def test_padded_prompts_decode_as_if_alone(
     position: str, model: TransformerDecoder, tokens: Tensor
 ) -> None:

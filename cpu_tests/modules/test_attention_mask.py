@@ -36,11 +36,11 @@ def test_a_key_is_seen_if_earlier_real_and_of_the_same_document(
 def test_hidden_keys_get_minus_infinity_and_empty_rows_are_named() -> None:
     seen = torch.tensor([[True, False], [False, False]])[None, None]
     bias = torch.tensor([[1.0, 2.0], [3.0, 4.0]])[None, None]
-    folded, empty = fold_into_bias(seen, bias, torch.float32)
+    folded, empty = fold_into_bias(seen, bias, dtype=torch.float32)
     assert folded.tolist() == [[[[1.0, float("-inf")], [3.0, 4.0]]]]
     assert empty.tolist() == [[[[False], [True]]]]
 
 
 def test_the_bias_has_the_dtype_asked_for() -> None:
     seen = torch.ones(1, 1, 2, 2, dtype=torch.bool)
-    assert fold_into_bias(seen, None, torch.bfloat16)[0].dtype == torch.bfloat16
+    assert fold_into_bias(seen, None, dtype=torch.bfloat16)[0].dtype == torch.bfloat16

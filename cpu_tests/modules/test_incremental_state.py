@@ -27,13 +27,13 @@ def test_reordering_moves_every_row(order: list[int]) -> None:
     state = IncrementalState([cache], batch_size=2, max_length=4)
     keys = torch.randn(2, 1, 3, 2)
     padding = torch.tensor([[True, False, False], [False, False, False]])
-    state.place(padding, 3, CPU)
+    state.place(padding, num_tokens=3, device=CPU)
     cache.append(keys, keys, start=0)
     state.advance(3)
     state.reorder(torch.tensor(order))
     one = keys[order][:, :, :1]
     state.check(len(order), 1)
-    queries, _, moved_padding = state.place(None, 1, CPU)
+    queries, _, moved_padding = state.place(None, num_tokens=1, device=CPU)
     all_keys, _ = cache.append(one, one, start=3)
     assert torch.equal(all_keys[:, :, :3], keys[order])
     assert moved_padding is not None
@@ -44,7 +44,7 @@ def test_reordering_moves_every_row(order: list[int]) -> None:
 def test_without_padding_all_rows_share_their_positions() -> None:
     state = IncrementalState([], batch_size=3, max_length=9)
     state.advance(4)
-    queries, keys, padding = state.place(None, 2, CPU)
+    queries, keys, padding = state.place(None, num_tokens=2, device=CPU)
     assert queries.tolist() == [[4, 5]]
     assert keys.tolist() == [[0, 1, 2, 3, 4, 5]]
     assert padding is None
@@ -53,10 +53,10 @@ def test_without_padding_all_rows_share_their_positions() -> None:
 def test_padding_does_not_count_wherever_it_stands() -> None:
     state = IncrementalState([], batch_size=2, max_length=9)
     padding = torch.tensor([[True, True, False], [False, False, True]])
-    queries, _, _ = state.place(padding, 3, CPU)
+    queries, _, _ = state.place(padding, num_tokens=3, device=CPU)
     assert queries.tolist() == [[0, 0, 0], [0, 1, 1]]
     state.advance(3)
-    queries, keys, padded = state.place(None, 2, CPU)
+    queries, keys, padded = state.place(None, num_tokens=2, device=CPU)
     assert queries.tolist() == [[1, 2], [2, 3]]
     assert keys.tolist() == [[0, 0, 0, 1, 2], [0, 1, 1, 2, 3]]
     assert padded is not None
@@ -68,9 +68,11 @@ def test_padding_does_not_count_wherever_it_stands() -> None:
 
 def test_padding_may_begin_late() -> None:
     state = IncrementalState([], batch_size=2, max_length=9)
-    state.place(None, 2, CPU)
+    state.place(None, num_tokens=2, device=CPU)
     state.advance(2)
-    queries, keys, _ = state.place(torch.tensor([[True, False], [False, False]]), 2, CPU)
+    queries, keys, _ = state.place(
+        torch.tensor([[True, False], [False, False]]), num_tokens=2, device=CPU
+    )
     assert queries.tolist() == [[1, 2], [2, 3]]
     assert keys.tolist() == [[0, 1, 1, 2], [0, 1, 2, 3]]
 

@@ -85,7 +85,7 @@ def build_loader(cfg: ScalerunConfig, task: BaseTask) -> BatchLoader:
     data = cfg.dataset
     assert data.batch_size is not None
     return BatchLoader(
-        task.load_dataset(data.train_subset),
+        task.load_dataset(data.train_subset, training=True),
         batch_size=data.batch_size,
         update_freq=cfg.optimization.update_freq_at,
         num_workers=data.num_workers,

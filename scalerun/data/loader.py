@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -190,6 +193,7 @@ def make_batches(
         num_workers=num_workers,
         prefetch_factor=buffer_size,
         collate_fn=_unchanged,
+        worker_init_fn=_end_with_parent,
         multiprocessing_context="fork",
         generator=torch.Generator(),  # else the global generator would be advanced
     )
@@ -248,6 +252,20 @@ class _BatchMaker(Dataset[Any]):
 
 def _unchanged(item: Any) -> Any:
     return item
+
+
+def _end_with_parent(worker: int) -> None:
+    """Let SIGTERM end this worker only when its parent sent it.
+
+    A signal to the whole process group asks the main process to stop; it still needs its workers.
+    """
+
+    def watch() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _with_arrays(batch: Batch) -> Any:

@@ -82,7 +82,7 @@ class ArchRegistry:
         raise unknown_name("--arch", arch_name, self.names())
 
     def register(
-        self, model_name: str, arch_name: str, preset: Callable[[], ScalerunDataclass]
+        self, arch_name: str, preset: Callable[[], ScalerunDataclass], *, model_name: str
     ) -> None:
         """Add a preset of a model.
 
@@ -103,7 +103,7 @@ def register_model_architecture(model_name: str, arch_name: str) -> Callable[[Pr
     """Decorator over a function without arguments that returns a whole configuration."""
 
     def add(preset: Preset) -> Preset:
-        ARCH_REGISTRY.register(model_name, arch_name, preset)
+        ARCH_REGISTRY.register(arch_name, preset, model_name=model_name)
         return preset
 
     return add

@@ -121,7 +121,9 @@ class TransformerParts:
             self.norm(cfg.decoder_embed_dim),
             alpha=self.axes.alpha,
             dropout=cfg.dropout,
-            drop_path=drop_path_rate_of_layer(cfg.drop_path_rate, layer, cfg.decoder_layers),
+            drop_path=drop_path_rate_of_layer(
+                cfg.drop_path_rate, layer=layer, num_layers=cfg.decoder_layers
+            ),
         )
 
     def block(self, layer: int) -> TransformerBlock:
@@ -150,17 +152,16 @@ class TransformerParts:
     def relative_position(self) -> BasePosition | None:
         """What the mixers are handed."""
         cfg = self.cfg
-        head_dim = cfg.decoder_embed_dim // cfg.decoder_attention_heads
         match self.axes.relative_position:
             case "rotary":
-                return Rotary(head_dim)
+                return Rotary(cfg.head_dim)
             case "xpos":
-                return XPos(head_dim, cfg.xpos_scale_base)
+                return XPos(cfg.head_dim, cfg.xpos_scale_base)
             case "relative_bias":
                 return RelativeBias(
                     cfg.rel_pos_buckets,
                     cfg.max_rel_pos,
-                    cfg.decoder_attention_heads,
+                    num_heads=cfg.decoder_attention_heads,
                     init=self.weights.relative_bias,
                 )
             case "none":

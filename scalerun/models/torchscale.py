@@ -128,8 +128,6 @@ def convert_config(fields: Mapping[str, Any], *, version: str) -> tuple[Transfor
         before = not deepnorm
     cfg = TransformerConfig(**settings, deepnorm=deepnorm, subln=subln, init="torchscale")
     cfg.validate()
-    if cfg.xpos_rel_pos and cfg.rel_pos_buckets:
-        raise ConfigError("TorchScale's XPos together with a relative bias is not supported")
     moved = "pre_norm" if before else "deep_norm" if deepnorm else "post_norm"
     return cfg, replace(cfg.axes(), residual=moved)
 

@@ -6,6 +6,7 @@ The names are those of TorchScale's configuration.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from scalerun.dataclass.errors import ConfigError
@@ -97,9 +98,9 @@ class TransformerConfig(ScalerunDataclass):
     def validate(self) -> None:
         self._check_sizes()
         self._check_rates()
-        for contradiction, message in self._contradictions():
-            if contradiction:
-                raise ConfigError(message)
+        for contradicts, message in CONTRADICTIONS:
+            if contradicts(self):
+                raise ConfigError(message.format(cfg=self))
 
     def _check_sizes(self) -> None:
         for flag, value in (
@@ -135,87 +136,14 @@ class TransformerConfig(ScalerunDataclass):
             if not 0.0 <= rate < 1.0:
                 raise ConfigError(f"{flag} is {rate:g}; give a rate from 0 to below 1")
 
-    def _contradictions(self) -> list[tuple[bool, str]]:
-        """Every combination that makes no sense, and the sentence that says so."""
-        width, heads = self.decoder_embed_dim, self.decoder_attention_heads
-        turned = "--rotary" if self.rotary else "--xpos-rel-pos" if self.xpos_rel_pos else ""
-        positions = self.absolute_position
-        scaled = "--deepnorm" if self.deepnorm else "--subln" if self.subln else ""
-        return [
-            (
-                width % heads != 0,
-                f"--decoder-embed-dim {width} is not a multiple of "
-                f"--decoder-attention-heads {heads}; change one of them",
-            ),
-            (
-                self.deepnorm and self.subln,
-                "--deepnorm and --subln exclude each other; give one of them",
-            ),
-            (
-                self.deepnorm and self.decoder_normalize_before is True,
-                "--deepnorm norms after each branch; remove --decoder-normalize-before",
-            ),
-            (
-                self.subln and self.decoder_normalize_before is False,
-                "--subln norms before each branch; remove --no-decoder-normalize-before",
-            ),
-            (
-                self.rotary and self.xpos_rel_pos,
-                "--rotary and --xpos-rel-pos exclude each other (XPos rotates already); "
-                "give one of them",
-            ),
-            (
-                bool(turned) and (width // heads) % 2 != 0,
-                f"{turned} needs an even width of a head, which is "
-                f"--decoder-embed-dim / --decoder-attention-heads = {width // heads}",
-            ),
-            (
-                not self.xpos_rel_pos and self.xpos_scale_base != XPOS_BASE,
-                "--xpos-scale-base has no effect without --xpos-rel-pos; add that or remove this",
-            ),
-            (
-                self.xpos_rel_pos and self._xpos_exponent() > XPOS_LARGEST_EXPONENT,
-                f"--xpos-scale-base {self.xpos_scale_base} is too small for "
-                f"--max-target-positions {self.max_target_positions}: factors would overflow",
-            ),
-            (
-                (self.rel_pos_buckets > 0) != (self.max_rel_pos > 0),
-                "--rel-pos-buckets and --max-rel-pos need each other; give both or none",
-            ),
-            (
-                0 < self.rel_pos_buckets < 4,
-                f"--rel-pos-buckets is {self.rel_pos_buckets}; give 4 or more",
-            ),
-            (
-                0 < self.max_rel_pos <= self.rel_pos_buckets // 4,
-                f"--max-rel-pos {self.max_rel_pos} must be above a quarter of "
-                f"--rel-pos-buckets {self.rel_pos_buckets}",
-            ),
-            (
-                self.decoder_learned_pos and self.no_token_positional_embeddings,
-                "--decoder-learned-pos and --no-token-positional-embeddings exclude each other; "
-                "give one of them",
-            ),
-            (
-                positions == "sinusoidal" and (width % 2 != 0 or width < 4),
-                f"sinusoidal positions need an even --decoder-embed-dim from 4, not {width}; "
-                "or choose --decoder-learned-pos",
-            ),
-            (
-                bool(scaled) and self.init == "megatron",
-                f"--init megatron sets its own scales and contradicts {scaled}; use "
-                "--init paper or --init torchscale",
-            ),
-            (
-                self.init != "megatron" and self.megatron_init_sigma != MEGATRON_SIGMA,
-                "--megatron-init-sigma has no effect without --init megatron; add that or remove "
-                "this",
-            ),
-        ]
-
-    def _xpos_exponent(self) -> float:
-        """Largest power of e in XPos factors at the ends of the longest sequence."""
+    def xpos_exponent(self) -> float:
+        """Largest power of e in XPos factors, at the ends of the longest sequence."""
         return self.max_target_positions / 2 / self.xpos_scale_base * -math.log(0.4 / 1.4)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.decoder_embed_dim // self.decoder_attention_heads
 
     @property
     def normalize_before(self) -> bool:
@@ -262,3 +190,89 @@ class TransformerConfig(ScalerunDataclass):
         if self.deepnorm:
             return deepnorm_gain(self.decoder_layers)
         return subln_gain(self.decoder_layers) if self.subln else 1.0
+
+
+CONTRADICTIONS: tuple[tuple[Callable[[TransformerConfig], bool], str], ...] = (
+    (
+        lambda cfg: cfg.decoder_embed_dim % cfg.decoder_attention_heads != 0,
+        "--decoder-embed-dim {cfg.decoder_embed_dim} is not a multiple of "
+        "--decoder-attention-heads {cfg.decoder_attention_heads}; change one of them",
+    ),
+    (
+        lambda cfg: cfg.deepnorm and cfg.subln,
+        "--deepnorm and --subln exclude each other; give one of them",
+    ),
+    (
+        lambda cfg: cfg.deepnorm and cfg.decoder_normalize_before is True,
+        "--deepnorm norms after each branch; remove --decoder-normalize-before",
+    ),
+    (
+        lambda cfg: cfg.subln and cfg.decoder_normalize_before is False,
+        "--subln norms before each branch; remove --no-decoder-normalize-before",
+    ),
+    (
+        lambda cfg: cfg.deepnorm and cfg.init == "megatron",
+        "--init megatron sets its own scales and contradicts --deepnorm; give --init paper",
+    ),
+    (
+        lambda cfg: cfg.subln and cfg.init == "megatron",
+        "--init megatron sets its own scales and contradicts --subln; give --init paper",
+    ),
+    (
+        lambda cfg: cfg.init != "megatron" and cfg.megatron_init_sigma != MEGATRON_SIGMA,
+        "--megatron-init-sigma has no effect without --init megatron; add that or remove this",
+    ),
+    (
+        lambda cfg: cfg.rotary and cfg.xpos_rel_pos,
+        "--rotary and --xpos-rel-pos exclude each other (XPos rotates too); give one of them",
+    ),
+    (
+        lambda cfg: cfg.rotary and cfg.rel_pos_buckets > 0,
+        "--rotary and --rel-pos-buckets exclude each other; give one of them",
+    ),
+    (
+        lambda cfg: cfg.xpos_rel_pos and cfg.rel_pos_buckets > 0,
+        "--xpos-rel-pos and --rel-pos-buckets exclude each other; give one of them",
+    ),
+    (
+        lambda cfg: (cfg.rotary or cfg.xpos_rel_pos) and cfg.head_dim % 2 != 0,
+        "rotary and XPos positions need an even width of a head, but --decoder-embed-dim / "
+        "--decoder-attention-heads is {cfg.head_dim}",
+    ),
+    (
+        lambda cfg: not cfg.xpos_rel_pos and cfg.xpos_scale_base != XPOS_BASE,
+        "--xpos-scale-base has no effect without --xpos-rel-pos; add that or remove this",
+    ),
+    (
+        lambda cfg: cfg.xpos_rel_pos and cfg.xpos_exponent() > XPOS_LARGEST_EXPONENT,
+        "--xpos-scale-base {cfg.xpos_scale_base} is too small for --max-target-positions "
+        "{cfg.max_target_positions}: factors would overflow; raise it",
+    ),
+    (
+        lambda cfg: (cfg.rel_pos_buckets > 0) != (cfg.max_rel_pos > 0),
+        "--rel-pos-buckets and --max-rel-pos need each other; give both or none",
+    ),
+    (
+        lambda cfg: 0 < cfg.rel_pos_buckets < 4,
+        "--rel-pos-buckets is {cfg.rel_pos_buckets}; give 4 or more",
+    ),
+    (
+        lambda cfg: 0 < cfg.max_rel_pos <= cfg.rel_pos_buckets // 4,
+        "--max-rel-pos {cfg.max_rel_pos} must be above a quarter of --rel-pos-buckets "
+        "{cfg.rel_pos_buckets}",
+    ),
+    (
+        lambda cfg: cfg.decoder_learned_pos and cfg.no_token_positional_embeddings,
+        "--decoder-learned-pos and --no-token-positional-embeddings exclude each other; "
+        "give one of them",
+    ),
+    (
+        lambda cfg: (
+            cfg.absolute_position == "sinusoidal"
+            and (cfg.decoder_embed_dim % 2 != 0 or cfg.decoder_embed_dim < 4)
+        ),
+        "sinusoidal positions need an even --decoder-embed-dim from 4, not "
+        "{cfg.decoder_embed_dim}; change it or give --decoder-learned-pos",
+    ),
+)
+"""Every combination that makes no sense, and the sentence that says so."""

@@ -74,7 +74,9 @@ class TransformerDecoder(BaseDecoder):
             raise ValueError("an incremental state excludes positions_BT and document_ids_BT")
         state.check(batch_size, num_tokens)
         self._check_positions(positions_BT, state.length + num_tokens)
-        queries_BT, keys_BS, padding_BS = state.place(padding_mask_BT, num_tokens, tokens_BT.device)
+        queries_BT, keys_BS, padding_BS = state.place(
+            padding_mask_BT, num_tokens=num_tokens, device=tokens_BT.device
+        )
         x_BTD = self.embedding(tokens_BT, queries_BT if positions_BT is None else positions_BT)
         context = self._context(
             queries_BT,
@@ -84,7 +86,7 @@ class TransformerDecoder(BaseDecoder):
             center=(state.max_length + 1) // 2,
             dtype=x_BTD.dtype,
         )
-        x_BTD, aux_loss = self._run_layers(x_BTD, context, state)
+        x_BTD, aux_loss = self._run_layers(x_BTD, context, state=state)
         state.advance(num_tokens)
         return DecoderOutput(self._logits(x_BTD[:, -1:] if last_token_only else x_BTD), aux_loss)
 
@@ -130,7 +132,7 @@ class TransformerDecoder(BaseDecoder):
         )
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
-        bias_BHTS, empty_rows = fold_into_bias(seen_B1TS, bias_BHTS, dtype)
+        bias_BHTS, empty_rows = fold_into_bias(seen_B1TS, bias_BHTS, dtype=dtype)
         return BlockContext(
             bias_BHTS=bias_BHTS,
             empty_rows_B1T1=None if padding_BS is None else empty_rows,
@@ -139,7 +141,7 @@ class TransformerDecoder(BaseDecoder):
         )
 
     def _run_layers(
-        self, x_BTD: Tensor, context: BlockContext, state: IncrementalState
+        self, x_BTD: Tensor, context: BlockContext, *, state: IncrementalState
     ) -> tuple[Tensor, Tensor | None]:
         total_loss: Tensor | None = None
         recompute = self.checkpoint_activations and torch.is_grad_enabled()

@@ -29,7 +29,7 @@ def visible_keys(
 
 
 def fold_into_bias(
-    seen_B1TS: Tensor, bias_BHTS: Tensor | None, dtype: torch.dtype
+    seen_B1TS: Tensor, bias_BHTS: Tensor | None, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Scores to add, and which rows see nothing.
 

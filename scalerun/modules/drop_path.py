@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def dropout(x: Tensor, rate: float, training: bool) -> Tensor:
+def dropout(x: Tensor, rate: float, *, training: bool) -> Tensor:
     """Set each element to 0 with probability ``rate`` and scale the rest by ``1 / (1 - rate)``."""
     return F.dropout(x, rate) if training and rate > 0.0 else x
 
 
-def drop_path(x: Tensor, rate: float, training: bool) -> Tensor:
+def drop_path(x: Tensor, rate: float, *, training: bool) -> Tensor:
     """Set a whole sample (dimension 0) to 0 with probability ``rate``; scale the others.
 
     Source: Huang et al. 2016, arXiv:1603.09382.
@@ -24,6 +24,6 @@ def drop_path(x: Tensor, rate: float, training: bool) -> Tensor:
     return x * keep.div_(1.0 - rate)
 
 
-def drop_path_rate_of_layer(rate: float, layer: int, num_layers: int) -> float:
+def drop_path_rate_of_layer(rate: float, *, layer: int, num_layers: int) -> float:
     """The rate grows linearly from 0 in the first layer to ``rate`` in the last; 0 if only one."""
     return rate * layer / (num_layers - 1) if num_layers > 1 else 0.0

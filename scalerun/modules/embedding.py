@@ -64,7 +64,7 @@ class InputEmbedding(nn.Module):
             x_BTD = x_BTD + self.positions(positions_BT).to(x_BTD.dtype)
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
-        return dropout(x_BTD, self.dropout, self.training)
+        return dropout(x_BTD, self.dropout, training=self.training)
 
     def num_positions(self) -> int | None:
         """Positions that the table of positions has; None for no limit."""

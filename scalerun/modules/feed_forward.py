@@ -70,7 +70,7 @@ class FeedForward(PerToken):
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
         h_BTF = self.activation(self.fc1(x_BTD))
-        h_BTF = dropout(h_BTF, self.activation_dropout, self.training)
+        h_BTF = dropout(h_BTF, self.activation_dropout, training=self.training)
         if self.inner_norm is not None:
             h_BTF = self.inner_norm(h_BTF)
         return self.fc2(h_BTF), None
@@ -106,7 +106,7 @@ class GLU(PerToken):
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
         h_BTF = self.activation(self.fc1(x_BTD)) * self.gate(x_BTD)
-        h_BTF = dropout(h_BTF, self.activation_dropout, self.training)
+        h_BTF = dropout(h_BTF, self.activation_dropout, training=self.training)
         if self.inner_norm is not None:
             h_BTF = self.inner_norm(h_BTF)
         return self.fc2(h_BTF), None

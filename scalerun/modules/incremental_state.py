@@ -85,7 +85,7 @@ class IncrementalState:
             )
 
     def place(
-        self, padding_BT: Tensor | None, num_tokens: int, device: torch.device
+        self, padding_BT: Tensor | None, *, num_tokens: int, device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Positions of the next tokens, positions of all keys, and which keys are padding.
 

@@ -51,7 +51,7 @@ def test_keys_ahead_share_bucket_0_one_way() -> None:
 
 
 def test_the_bias_is_looked_up_by_distance_and_head() -> None:
-    position = RelativeBias(8, 6, 3, init=normal(1.0))
+    position = RelativeBias(8, 6, num_heads=3, init=normal(1.0))
     initialize(position, 0)
     queries, keys = torch.tensor([[2, 3], [0, 1]]), torch.tensor([[0, 1, 2, 3], [0, 0, 0, 1]])
     bias = position.bias(queries, keys)

@@ -48,8 +48,8 @@ class RelativeBias(BasePosition):
         self,
         num_buckets: int,
         max_distance: int,
-        num_heads: int,
         *,
+        num_heads: int,
         init: Initializer,
         bidirectional: bool = True,
     ) -> None:
