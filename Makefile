@@ -14,7 +14,7 @@ quickstart: $(VENV)/installed
 	$(BIN)/python -m scalerun.cli.train $(DATA) --config $(CONFIG) --save-dir $(RUN)
 	$(BIN)/python -m scalerun.cli.validate $(DATA) --path $(RUN) --json $(RUN)/valid.json
 	$(BIN)/python projects/quickstart/compare.py $(DATA) $(RUN)/valid.json
-	$(BIN)/python -m scalerun.cli.interactive_cli --path $(RUN) --temperature 0.8 --top-p 0.9 --max-new-tokens 160 < projects/quickstart/prompts.txt
+	$(BIN)/python -m scalerun.cli.interactive_cli --path $(RUN) --temperature 0.7 --top-p 0.9 --max-new-tokens 160 < projects/quickstart/prompts.txt
 
 test: $(VENV)/tested
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not long"

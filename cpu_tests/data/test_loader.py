@@ -2,7 +2,9 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,7 +153,7 @@ def test_a_place_in_other_text_is_refused(load, number_corpus):
     state = load().state_dict()
     file = number_corpus / "train/2/web.jsonl"
     file.write_text(file.read_text().replace("10", "11"))
-    with pytest.raises(UserError, match="text files of train changed .* --reset-dataloader"):
+    with pytest.raises(UserError, match=r"text files of train changed .* --reset-dataloader"):
         load().load_state_dict(state)
 
 
@@ -197,17 +199,38 @@ def test_workers_outlive_a_signal_to_the_group(load, signum):
     found = []
     for batches in loader.updates():
         if not found:
-            children = [int(pid) for pid in _children()]
+            children = _children()
             assert len(children) >= 2
-            for pid in children:
-                os.kill(pid, signum)
+            subprocess.run(["kill", f"-{int(signum)}", *map(str, children)], check=True)
         found.append(content(batches))
     assert found == expected
 
 
+@pytest.mark.parametrize("end", ["close", "exhaust", "skip", "error"])
+def test_workers_end_with_what_they_were_started_for(load, end, monkeypatch):
+    loader = load(workers=2, max_epoch=1)
+    stream = loader.updates()
+    next(stream)
+    workers = _children()
+    assert len(workers) >= 2
+    start = time.monotonic()
+    if end == "close":
+        stream.close()
+    elif end == "exhaust":
+        list(stream)
+    elif end == "skip":
+        loader.skip_updates(1)
+    else:
+        with pytest.raises(ZeroDivisionError):
+            stream.throw(ZeroDivisionError())
+    assert not set(_children()) & set(workers)
+    assert time.monotonic() - start < 4
+
+
 def _children():
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return file.read().split()
+    """Workers among the children of this process."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [pid for pid in children if "data_worker" in Path(f"/proc/{pid}/comm").read_text()]
 
 
 def test_validation_scores_every_token_once_whatever_the_batch_size(number_corpus, open_dataset):

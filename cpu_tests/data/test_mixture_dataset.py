@@ -100,7 +100,7 @@ def test_impossible_shares_are_refused(weights, alpha, message):
 
 
 def test_names_must_be_those_of_the_data():
-    with pytest.raises(UserError, match="names webb, which .* its corpora: books, web"):
+    with pytest.raises(UserError, match=r"names webb, which .* its corpora: books, web"):
         Mixture({"webb": 1, "books": 1}).check_names(["books", "web"])
     with pytest.raises(UserError, match="gives no weight to books"):
         Mixture({"web": 1}).check_names(["books", "web"])

@@ -82,12 +82,14 @@ def test_the_fingerprint_is_of_content_and_names_below_the_folder(
     assert open_dataset(moved).fingerprint.split("-")[0] != before.split("-")[0]
 
 
-def test_totals_are_known_once_every_shard_was_read_and_at_once_next_time(
+def test_totals_grow_with_the_shards_read_and_are_there_at_once_next_time(
     number_corpus, open_dataset, monkeypatch
 ):
     monkeypatch.setattr("scalerun.data.digests.SETTLED_NS", 0)
     dataset = open_dataset(number_corpus)
-    assert dataset.counts() is None
+    assert dataset.counts().documents == 0
+    dataset.shard(1, 0)
+    assert dataset.counts().documents == 20
     assert dataset.num_samples() is None
     blocks = epoch_targets(dataset, 1)
     counts = dataset.counts()

@@ -172,7 +172,7 @@ def test_a_disk_that_takes_nothing_more_is_named_and_nothing_remains(
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path, text_file):
     (tmp_path / "cache").write_text("")
-    with pytest.raises(UserError, match="token cache .* cannot be written to: File exists"):
+    with pytest.raises(UserError, match=r"token cache .* cannot be written to: File exists"):
         TokenCache(tmp_path / "cache", ByteTokenizer())
 
 

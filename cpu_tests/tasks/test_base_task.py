@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from scalerun.data.byte_tokenizer import ByteTokenizer
-from scalerun.dataclass.errors import UserError
+from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.tasks import base_task
 from scalerun.tasks.base_task import BaseTask
 
@@ -37,9 +37,24 @@ def test_a_dataset_is_built_once_for_each_use():
 
 def test_the_model_is_built_for_the_vocabulary(monkeypatch):
     seen = {}
-    monkeypatch.setattr(base_task, "build_model", lambda cfg, **options: seen.update(options))
-    Task().build_model(None, seed=7, device=torch.device("cpu"))
+
+    class Model:
+        def max_positions(self):
+            return 32
+
+    def build(cfg, **options):
+        seen.update(options)
+        return Model()
+
+    monkeypatch.setattr(base_task, "build_model", build)
+    task = Task()
+    task.sequence_length = 32
+    task.build_model(None, seed=7, device=torch.device("cpu"))
     assert seen == {"vocab_size": 264, "padding_idx": 257, "seed": 7, "device": torch.device("cpu")}
+
+    task.sequence_length = 33
+    with pytest.raises(ConfigError, match="--tokens-per-sample 33 is above the model's 32"):
+        task.build_model(None, seed=7, device=torch.device("cpu"))
 
 
 def test_a_checkpoint_of_another_vocabulary_is_refused():

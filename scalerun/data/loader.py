@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -61,7 +61,7 @@ class BatchLoader:
         self.end_of_epoch = False
         """Whether the update yielded last was the last of its epoch."""
         self._position = Position()
-        self._stream: Iterator[tuple[BatchPlan, Batch]] | None = None
+        self._stream: Generator[tuple[BatchPlan, Batch]] | None = None
 
     def updates(self) -> Iterator[list[Batch]]:
         """Batches of one update after the other, from where the loader stands.
@@ -149,6 +149,8 @@ class BatchLoader:
 
     def _close(self) -> None:
         """Forget what was made ahead; workers end."""
+        if self._stream is not None:
+            self._stream.close()
         self._stream = None
 
 
@@ -176,7 +178,7 @@ def valid_batches(
 
 def make_batches(
     dataset: BaseDataset[Any], plans: Iterator[BatchPlan], num_workers: int, buffer_size: int
-) -> Iterator[tuple[BatchPlan, Batch]]:
+) -> Generator[tuple[BatchPlan, Batch]]:
     """Make the batches that plans describe, in their order, here or in worker processes.
 
     An error appears in its place, behind the batches before it.
@@ -199,11 +201,15 @@ def make_batches(
     )
     with quiet_fork():
         items = iter(loader)
-    for item in items:
-        if isinstance(item, _Failure):
-            raise item.error
-        plan, arrays = item
-        yield plan, _with_tensors(arrays)
+    try:
+        for item in items:
+            if isinstance(item, _Failure):
+                raise item.error
+            plan, arrays = item
+            yield plan, _with_tensors(arrays)
+    finally:
+        # Left to the garbage collector, workers may miss the message that tells them to end.
+        items._shutdown_workers()  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,261 @@
+"""What the documentation says can be done: every command, file, flag and link in it is tried."""
+
+import ast
+import json
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+
+from scalerun.cli.interactive_cli import InteractiveConfig
+from scalerun.cli.registries import CHOOSERS
+from scalerun.cli.train_tokenizer import TrainTokenizerConfig
+from scalerun.cli.validate import ValidateConfig
+from scalerun.dataclass.configs import ScalerunConfig
+from scalerun.dataclass.flags import flags_of
+from scalerun.dataclass.parser import BUILT_IN
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "projects/example_architecture"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), EXAMPLE / "README.md"]
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+
+SCRIPTS = {
+    "scalerun-train": "train",
+    "scalerun-validate": "validate",
+    "scalerun-interactive": "interactive_cli",
+    "scalerun-train-tokenizer": "train_tokenizer",
+}
+SMALL = {
+    "train": [
+        "--decoder-layers", "1", "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "32",
+        "--decoder-attention-heads", "2", "--tokens-per-sample", "32", "--batch-size", "4",
+        "--warmup-updates", "1", "--cpu",
+    ],
+    "train_tokenizer": ["--vocab-size", "300"],
+    "validate": ["--cpu"],
+    "interactive_cli": ["--cpu"],
+}  # fmt: skip
+"""What is added to a command of the documentation, so that it takes no time."""
+
+FOREIGN_FLAGS = {"--editable", "--qk-norm-eps"}
+"""Of pip, and of the example architecture."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    text: str
+
+    @property
+    def file(self):
+        """The file that the block's first line names, if any."""
+        match = re.match(r"# ([\w./-]+\.(?:py|yaml))\n", self.text)
+        return match[1] if match else None
+
+
+def blocks(page):
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    return [Block(*each) for each in found]
+
+
+def command_lines(block):
+    joined = block.text.replace("\\\n", " ")
+    return [line for line in joined.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def write_corpus(data, write_jsonl):
+    tales = [f"Once upon a time {word} slept, {i} times.\n" * 3 for i in range(9) for word in "abc"]
+    for name, texts in (("web", tales[:14]), ("books", tales[14:])):
+        write_jsonl(data / f"train/00/{name}.jsonl", texts[::2])
+        write_jsonl(data / f"train/01/{name}.jsonl", texts[1::2])
+        write_jsonl(data / f"valid/{name}/00/{name}.jsonl", [f"The cat said: {texts[0]}"])
+
+
+class Shell:
+    """Does what a page tells a reader to do, in one folder."""
+
+    def __init__(self, run, home):
+        self.run = run
+        self.home = home
+        self.num_updates = 2
+
+    def line(self, line):
+        """One line of a ``bash`` block -> the finished command, or None where nothing was run."""
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|<")
+        lexer.whitespace_split = True
+        words = list(lexer)
+        stdin = ""
+        if "|" in words:
+            cut = words.index("|")
+            assert words[0] in ("echo", "printf")
+            maker = subprocess.run(words[:cut], capture_output=True, text=True, check=True)
+            stdin, words = maker.stdout, words[cut + 1 :]
+        if "<" in words:
+            cut = words.index("<")
+            stdin, words = (self.home / words[cut + 1]).read_text(), words[:cut]
+        if words[0] in SCRIPTS:
+            return self.scalerun(SCRIPTS[words[0]], words[1:], stdin)
+        if words[:2] == ["python", "-m"] and words[2].startswith("scalerun.cli."):
+            return self.scalerun(words[2].removeprefix("scalerun.cli."), words[3:], stdin)
+        self.not_run(words)
+        return None
+
+    def scalerun(self, name, words, stdin):
+        small = list(SMALL[name])
+        if name == "train":
+            self.num_updates += 2  # so that a command that resumes has something left to do
+            small += ["--max-update", str(self.num_updates)]
+        command = self.run(name, *words, *small, stdin=stdin, cwd=self.home)
+        assert command.code == 0, f"{shlex.join([name, *words])}\n{command.stderr}"
+        return command
+
+    def not_run(self, words):
+        """Commands that would install or test everything: what they name has to exist."""
+        if words[0] == "make":
+            targets = [word for word in words[1:] if "=" not in word]
+            makefile = (ROOT / "Makefile").read_text()
+            assert targets
+            assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
+        elif words[0].endswith("pip"):
+            extras = re.findall(r"\[(.*)\]", words[-1])
+            known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+            names = [name for each in extras for name in each.split(",")]
+            assert set(names) <= set(known["optional-dependencies"])
+        elif words[0] == ".ci/run":
+            assert (ROOT / words[0]).stat().st_mode & stat.S_IXUSR
+        else:
+            assert words == ["python3", "-m", "venv", ".venv"], f"no rule for {words}"
+
+
+@pytest.fixture
+def text_home(tmp_path, write_jsonl):
+    """A folder with the text ``my_text``, and ``projects`` as in the repository."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "projects").symlink_to(ROOT / "projects")
+    (home / "prompts.txt").write_text("Once upon a time\n\nThe cat\n")
+    write_corpus(home / "my_text", write_jsonl)
+    return home
+
+
+@pytest.fixture
+def home(run, text_home):
+    """The same after the first commands of the README: with a tokenizer and a run."""
+    shell = Shell(run, text_home)
+    for line in command_lines(path_to_text())[:2]:
+        shell.line(line)
+    return text_home
+
+
+def path_to_text():
+    """The README's block that leads from text to text."""
+    [block] = [b for b in blocks(ROOT / "README.md") if "train_tokenizer" in b.text]
+    return block
+
+
+def test_three_commands_lead_from_a_folder_of_text_to_generated_text(run, text_home):
+    lines = command_lines(path_to_text())
+    assert len(lines) == 3
+    shell = Shell(run, text_home)
+    answers = [shell.line(line) for line in lines]
+    assert answers[-1].stdout.startswith("Once upon a time")
+    assert len(answers[-1].stdout) > len("Once upon a time\n")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_of_a_page_works(run, home, name, monkeypatch):
+    shell = Shell(run, home)
+    monkeypatch.chdir(home)
+    quoted = (EXAMPLE / "qk_norm.py").read_text(encoding="utf-8")
+    for block in blocks(ROOT / name):
+        if block.file is not None:
+            file = home / block.file
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(block.text, encoding="utf-8")
+        if block.language == "bash":
+            for line in command_lines(block):
+                shell.line(line)
+        elif block.language == "yaml":
+            (home / "block.yaml").write_text(block.text, encoding="utf-8")
+            shell.line("python -m scalerun.cli.train --config block.yaml --print-config")
+        elif block.language == "python" and name == "docs/add_an_architecture.md":
+            assert block.text in quoted
+        elif block.language == "python" and block.file is None:
+            exec(compile(ast.parse(block.text), f"{name}, python block", "exec"), {})
+        elif block.language == "json":
+            assert json.loads(block.text)
+        elif block.language == "toml":
+            assert tomllib.loads(block.text)
+        else:
+            assert block.language in ("text", "python")
+
+
+def flags_of_everything():
+    """Every spelling that any command understands."""
+    root = ScalerunConfig()
+    groups = [InteractiveConfig(), ValidateConfig(), TrainTokenizerConfig()]
+    groups += [g for g in vars(root).values() if isinstance(g, ScalerunDataclass)]
+    groups += [c.config_for(name) for c in CHOOSERS.values() for name in c.names()]
+    spellings = {
+        spelling
+        for group in groups
+        for flag in flags_of(group, "")
+        for spelling in flag.spellings + flag.negations
+    }
+    slots = {f.metadata["component"] for f in fields(root) if "component" in f.metadata}
+    return spellings | slots | set(BUILT_IN)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_flag_that_a_page_names_exists(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text))
+    assert named - FOREIGN_FLAGS <= flags_of_everything()
+
+
+def slugs(page):
+    """Anchors that a page's headings give."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_relative_link_leads_somewhere(name):
+    page = ROOT / name
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in slugs(target), link
+
+
+def test_the_readme_leads_to_every_page():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"](docs/{page.name})" in readme
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_is_short(name):
+    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) < 200
+
+
+def test_the_quick_start_lists_what_the_readme_promises():
+    recipe = (ROOT / "Makefile").read_text().split("\nquickstart:")[1].split("\n\n")[0]
+    for part in ("train_tokenizer", "cli.train ", "cli.validate", "compare.py", "interactive_cli"):
+        assert part in recipe
+    for config in (ROOT / "projects").glob("*/*.yaml"):
+        assert shutil.which("make") is None or config.exists()
