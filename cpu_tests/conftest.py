@@ -1,5 +1,6 @@
 """What many tests share: the commands as real processes, and small corpora."""
 
+import functools
 import json
 import os
 import signal
@@ -107,6 +108,12 @@ def launch(server, home, name, *argv, stdin="", cwd=None, env=None):
     return Command(server, server.ask({"start": request})["pid"], folder)
 
 
+@pytest.fixture(name="launch", scope="session")
+def launch_fixture(fork_server):
+    """Start a command whose streams are files below a folder: ``launch(folder, "train", …)``."""
+    return functools.partial(launch, fork_server)
+
+
 @pytest.fixture
 def start(fork_server, tmp_path):
     """Start a command: ``start("train", "DATA", "--arch", …)`` -> :class:`Command`."""
@@ -196,6 +203,6 @@ def records_fixture():
     return records
 
 
-@pytest.fixture(name="write_jsonl")
+@pytest.fixture(name="write_jsonl", scope="session")
 def write_jsonl_fixture():
     return write_jsonl

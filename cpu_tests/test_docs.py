@@ -2,6 +2,7 @@
 
 import ast
 import json
+import random
 import re
 import shlex
 import shutil
@@ -74,18 +75,20 @@ def command_lines(block):
 
 
 def write_corpus(data, write_jsonl):
-    tales = [f"Once upon a time {word} slept, {i} times.\n" * 3 for i in range(9) for word in "abc"]
-    for name, texts in (("web", tales[:14]), ("books", tales[14:])):
-        write_jsonl(data / f"train/00/{name}.jsonl", texts[::2])
-        write_jsonl(data / f"train/01/{name}.jsonl", texts[1::2])
-        write_jsonl(data / f"valid/{name}/00/{name}.jsonl", [f"The cat said: {texts[0]}"])
+    draw = random.Random(1)
+    words = ["".join(draw.choices("abdegiklnorst", k=draw.randint(2, 7))) for _ in range(200)]
+    texts = [f"Once upon a time {' '.join(draw.choices(words, k=20))}.\n" for _ in range(24)]
+    for name, mine in (("web", texts[:12]), ("books", texts[12:])):
+        write_jsonl(data / f"train/00/{name}.jsonl", mine[::2])
+        write_jsonl(data / f"train/01/{name}.jsonl", mine[1::2])
+        write_jsonl(data / f"valid/{name}/00/{name}.jsonl", [f"The cat said: {mine[0]}"])
 
 
 class Shell:
     """Does what a page tells a reader to do, in one folder."""
 
-    def __init__(self, run, home):
-        self.run = run
+    def __init__(self, launch, home):
+        self.launch = launch
         self.home = home
         self.num_updates = 2
 
@@ -115,8 +118,8 @@ class Shell:
         if name == "train":
             self.num_updates += 2  # so that a command that resumes has something left to do
             small += ["--max-update", str(self.num_updates)]
-        command = self.run(name, *words, *small, stdin=stdin, cwd=self.home)
-        assert command.code == 0, f"{shlex.join([name, *words])}\n{command.stderr}"
+        command = self.launch(self.home, name, *words, *small, stdin=stdin)
+        assert command.wait() == 0, f"{shlex.join([name, *words])}\n{command.stderr}"
         return command
 
     def not_run(self, words):
@@ -137,24 +140,31 @@ class Shell:
             assert words == ["python3", "-m", "venv", ".venv"], f"no rule for {words}"
 
 
-@pytest.fixture
-def text_home(tmp_path, write_jsonl):
+@pytest.fixture(scope="session")
+def text_home(tmp_path_factory, write_jsonl):
     """A folder with the text ``my_text``, and ``projects`` as in the repository."""
-    home = tmp_path / "home"
-    home.mkdir()
+    home = tmp_path_factory.mktemp("text")
     (home / "projects").symlink_to(ROOT / "projects")
     (home / "prompts.txt").write_text("Once upon a time\n\nThe cat\n")
     write_corpus(home / "my_text", write_jsonl)
     return home
 
 
-@pytest.fixture
-def home(run, text_home):
-    """The same after the first commands of the README: with a tokenizer and a run."""
-    shell = Shell(run, text_home)
+@pytest.fixture(scope="session")
+def trained_home(launch, tmp_path_factory, text_home):
+    """The same after the first two commands of the README: with a tokenizer and a run."""
+    home = tmp_path_factory.mktemp("trained") / "home"
+    shutil.copytree(text_home, home, symlinks=True)
+    shell = Shell(launch, home)
     for line in command_lines(path_to_text())[:2]:
         shell.line(line)
-    return text_home
+    return home
+
+
+@pytest.fixture
+def home(trained_home, tmp_path):
+    """A copy of it, for one page."""
+    return shutil.copytree(trained_home, tmp_path / "home", symlinks=True)
 
 
 def path_to_text():
@@ -163,18 +173,18 @@ def path_to_text():
     return block
 
 
-def test_three_commands_lead_from_a_folder_of_text_to_generated_text(run, text_home):
+def test_three_commands_lead_from_a_folder_of_text_to_generated_text(launch, text_home, tmp_path):
     lines = command_lines(path_to_text())
     assert len(lines) == 3
-    shell = Shell(run, text_home)
+    shell = Shell(launch, shutil.copytree(text_home, tmp_path / "home", symlinks=True))
     answers = [shell.line(line) for line in lines]
     assert answers[-1].stdout.startswith("Once upon a time")
     assert len(answers[-1].stdout) > len("Once upon a time\n")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_command_of_a_page_works(run, home, name, monkeypatch):
-    shell = Shell(run, home)
+def test_every_command_of_a_page_works(launch, home, name, monkeypatch):
+    shell = Shell(launch, home)
     monkeypatch.chdir(home)
     quoted = (EXAMPLE / "qk_norm.py").read_text(encoding="utf-8")
     for block in blocks(ROOT / name):
@@ -257,5 +267,3 @@ def test_the_quick_start_lists_what_the_readme_promises():
     recipe = (ROOT / "Makefile").read_text().split("\nquickstart:")[1].split("\n\n")[0]
     for part in ("train_tokenizer", "cli.train ", "cli.validate", "compare.py", "interactive_cli"):
         assert part in recipe
-    for config in (ROOT / "projects").glob("*/*.yaml"):
-        assert shutil.which("make") is None or config.exists()

@@ -219,13 +219,14 @@ def test_a_mistyped_restore_file_is_fatal(manager, state_at, tmp_path):
         manager(restore_file=str(tmp_path / "runn")).load_latest(state_at(0))
 
 
-def test_parts_can_be_skipped_or_be_optional(manager, state_at, saved, Box, caplog):
-    saved(3)
+def test_parts_can_be_skipped_or_be_optional(manager, state_at, saved, Box, caplog, tmp_path):
+    run = saved(3)
     state = state_at(0) | {"ema": Box({"w": torch.zeros(2)})}
     with pytest.raises(UserError, match=r"has no ema \(it has model, optimizer, trainer\)"):
         manager().load_latest(state)
     optimizer = state["optimizer"].state
-    loaded = manager().load_latest(state, skip={"optimizer"}, optional={"ema"})
+    other = manager(save_dir=tmp_path / "other", restore_file=str(run))
+    loaded = other.load_latest(state, skip={"optimizer"}, optional={"ema"})
     assert loaded.missing == {"ema"}
     assert state["optimizer"].state is optimizer
     assert state["trainer"].state["num_updates"] == 3
@@ -236,13 +237,14 @@ def test_parts_can_be_skipped_or_be_optional(manager, state_at, saved, Box, capl
     assert "also has optimizer, which this run does not use" in caplog.text
 
 
-def test_forgotten_metrics_do_not_decide_what_is_best(manager, state_at, run_dir):
-    manager().save(1, state_at(1), metric=1.0, final=True)
-    made = manager(reset_meters=True)
-    made.load_latest(state_at(0))
-    assert made.best_metric() is None
-    made.save(2, state_at(2), metric=5.0, final=True)
-    assert (run_dir / "checkpoint_best").read_text() == "checkpoint_2\n"
+def test_a_runs_own_checkpoint_is_loaded_whole(manager, state_at, saved):
+    """The command that reset a part when it began must not reset it again after a stop."""
+    saved(3)
+    state = state_at(0)
+    optimizer = state["optimizer"].state
+    loaded = manager(restore_file="gone").load_latest(state, skip={"optimizer"})
+    assert not loaded.restored
+    assert state["optimizer"].state is not optimizer
 
 
 def test_without_saving_the_run_folder_is_not_touched(manager, state_at, run_dir):

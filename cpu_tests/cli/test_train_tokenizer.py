@@ -11,7 +11,7 @@ from scalerun.dataclass.errors import ConfigError, UserError
 @pytest.fixture
 def settings(corpus, tmp_path):
     def settings(**changes):
-        values = {"data": str(corpus), "vocab_size": 285, "output": str(tmp_path / "out/t.model")}
+        values = {"data": str(corpus), "vocab_size": 290, "output": str(tmp_path / "out/t.model")}
         cfg = TrainTokenizerConfig(**{**values, **changes})
         cfg.validate()
         return cfg
@@ -31,7 +31,7 @@ def test_the_file_is_deterministic_and_gives_text_back(
     first = path.read_bytes()
     assert train_tokenizer(cfg).read_bytes() == first
     tokenizer = load_tokenizer(str(path))
-    assert tokenizer.dictionary.num_real_symbols == 285
+    assert tokenizer.dictionary.num_real_symbols == 290
     assert tokenizer.is_lossless()
     for text in read_texts(find_split(corpus, "train"), cfg):
         assert tokenizer.decode(tokenizer.encode(text)) == text

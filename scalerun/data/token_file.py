@@ -30,6 +30,9 @@ VERSION = 1
 HEADER_BYTES = 4096
 PREFIX = struct.Struct("<8sII")  # magic, checksum of the JSON, its length
 ALIGNMENT = 8
+SYNCED_BYTES = 1 << 20
+"""Smaller files are not forced to the disk: thousands of them would take minutes, and whatever a
+power failure does to them, the checksums tell."""
 
 
 class InvalidTokenFile(ValueError):
@@ -131,14 +134,25 @@ class TokenFileWriter:
     """Writes a token file beside its final name and renames it when everything is in it.
 
     Use as a context manager; without :meth:`commit`, or after an error, nothing remains.
+
+    Args:
+        path: the final name.
+        key: what the file is made from.
+        dtype: numpy type of the tokens.
+        end_id: the end symbol.
+        alone: no other process writes this file at the same time.
     """
 
-    def __init__(self, path: Path, *, key: str, dtype: str, end_id: int) -> None:
+    def __init__(
+        self, path: Path, *, key: str, dtype: str, end_id: int, alone: bool = True
+    ) -> None:
         self.path = path
         self.key = key
         self.dtype = np.dtype(dtype)
         self.end = np.array([end_id], dtype=self.dtype)
-        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        # Who holds the lock takes over what a killed process left behind.
+        owner = "" if alone else f".{os.getpid()}"
+        self.temporary = path.with_name(f".{path.name}{owner}.tmp")
         self._file = self.temporary.open("wb")
         self._file.write(b"\0" * HEADER_BYTES)
         self._checksum = 0
@@ -200,7 +214,8 @@ class TokenFileWriter:
         self._file.seek(0)
         self._file.write(PREFIX.pack(MAGIC, zlib.crc32(content), len(content)) + content)
         self._file.flush()
-        os.fsync(self._file.fileno())
+        if self._position >= SYNCED_BYTES:
+            os.fsync(self._file.fileno())
         os.replace(self.temporary, self.path)
 
     def _write(self, data: bytes) -> None:
