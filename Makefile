@@ -7,7 +7,7 @@ RUN := projects/quickstart/$(if $(LONG),run_long,run)
 CONFIG := projects/quickstart/$(if $(LONG),long,config).yaml
 DATA := projects/quickstart/data
 
-.PHONY: quickstart test test-long lint benchmark clean-venv
+.PHONY: quickstart test test-long lint
 
 quickstart: $(VENV)/installed
 	$(BIN)/python -m scalerun.cli.train_tokenizer $(DATA) --vocab-size 1024 --model-type unigram --output projects/quickstart/cache/tokenizer.model
@@ -17,10 +17,10 @@ quickstart: $(VENV)/installed
 	$(BIN)/python -m scalerun.cli.interactive_cli --path $(RUN) --temperature 0.7 --top-p 0.9 --max-new-tokens 160 < projects/quickstart/prompts.txt
 
 test: $(VENV)/tested
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not long"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not long"
 
 test-long: $(VENV)/tested
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
 
 lint: $(VENV)/tested
 	$(BIN)/ruff check .

@@ -61,7 +61,7 @@ def load(monkeypatch: pytest.MonkeyPatch, generator: SequenceGenerator) -> dict[
         task = SimpleNamespace(tokenizer=generator.tokenizer)
         return SimpleNamespace(task=task, model=generator.model)
 
-    monkeypatch.setattr(interactive_cli, "load_for_inference", load_for_inference)
+    monkeypatch.setattr("scalerun.cli.inference.load_for_inference", load_for_inference)
     return asked
 
 

@@ -73,6 +73,15 @@ def test_two_processes_keep_each_others_entries(tmp_path, old_file):
     assert DigestMemo(tmp_path / "memo.json").remembers(old_file)
 
 
+def test_what_another_process_learns_later_is_taken_over(tmp_path, old_file, count_reads):
+    waiting = DigestMemo(tmp_path / "memo.json")
+    other = DigestMemo(tmp_path / "memo.json")
+    digest = other.whole(old_file)
+    other.save()
+    assert waiting.whole(old_file) == digest
+    assert len(count_reads) == 1
+
+
 def test_large_files_are_sampled_and_size_always_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(digests, "SAMPLE_BYTES", 640)
     path = tmp_path / "large"

@@ -1,9 +1,11 @@
+import gzip
 import json
 import logging
 import os
 import time
 
 import pytest
+import zstandard
 
 from scalerun.data.mixture_dataset import Mixture
 from scalerun.data.streaming_dataset import StreamingTextDataset
@@ -163,6 +165,29 @@ def test_an_empty_corpus_is_refused_with_what_became_of_its_lines(tmp_path, open
         UserError, match="no documents: 3 lines, of which 2 blank, 1 empty and 0 bad"
     ):
         open_dataset(folder).open_first()
+
+
+def test_text_that_changes_during_a_run_is_noticed_when_it_is_read(number_corpus, open_dataset):
+    dataset = open_dataset(number_corpus)
+    dataset.shard(1, 0)
+    file = number_corpus / "train/1/web.jsonl"
+    file.write_text(file.read_text().replace("4", "5"))
+    with pytest.raises(UserError, match=r"web\.jsonl changed since this run started"):
+        dataset.shard(1, 1)
+
+
+def test_every_kind_of_file_is_read_and_strays_are_not(tmp_path, open_dataset):
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "10"}\r\n\r\n{"text": "11"}')
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "12 \xe2\x80\xa8 13"}\n'))
+    (folder / "c.jsonl.zst").write_bytes(zstandard.compress(b'{"text": ""}\n{"text": "14"}\n'))
+    (folder / "d.txt").write_bytes(b"15\r\n16\n")
+    (folder / "README.md").write_text("not text to train on")
+    dataset = open_dataset(folder, length=20)
+    (block,) = dataset.shard(1, 0)
+    found = " ".join(map(str, block.tokens[1:].tolist())).split(" 2")
+    assert sorted(part.strip() for part in found) == ["", "10", "11", "12 13", "14", "15 16"]
 
 
 def test_only_some_shards_are_open_at_a_time(write_corpus, open_dataset):

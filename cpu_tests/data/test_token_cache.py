@@ -222,6 +222,6 @@ def test_a_killed_process_frees_the_lock_and_its_remains_are_removed(tmp_path, t
     builds.get(timeout=20)
     os.kill(process.pid, signal.SIGKILL)
     process.join(20)
-    assert list((tmp_path / "cache").glob(".*.tmp"))
+    assert len(list((tmp_path / "cache").glob(".*.tmp"))) == 1
     assert cache().load(file).num_documents == 100
     assert not list((tmp_path / "cache").glob(".*.tmp"))

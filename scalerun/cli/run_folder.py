@@ -9,7 +9,6 @@ import platform
 import shlex
 import subprocess
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from scalerun import __version__
@@ -55,12 +54,7 @@ class RunFolder:
             ) from None
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._lock.close()
 
     def write_description(self, cfg: ScalerunConfig, words: list[str]) -> None:

@@ -26,8 +26,10 @@ class DigestMemo:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._known = _load(path)
+        self._known: dict[str, str] = {}
+        self._read_ns = -1
         self._changed = False
+        self._read_again()
 
     def whole(self, path: Path) -> str:
         """Digest of the whole content.
@@ -62,13 +64,23 @@ class DigestMemo:
             temporary.unlink(missing_ok=True)
         self._changed = False
 
+    def _read_again(self) -> None:
+        """Take over what other processes learnt since the last reading."""
+        try:
+            changed_ns = self.path.stat().st_mtime_ns
+        except OSError:
+            return
+        if changed_ns != self._read_ns:
+            self._known = {**_load(self.path), **self._known}
+            self._read_ns = changed_ns
+
     def _digest(self, path: Path, kind: str) -> str:
         try:
             stat = path.stat()
             kind = "whole" if stat.st_size <= SAMPLE_BYTES else kind
             name = _entry(path, kind)
             if name not in self._known:
-                self._known.update(_load(self.path))  # of what another process learnt
+                self._read_again()
             if name not in self._known:
                 digest = file_digest(path, 0 if kind == "whole" else SAMPLE_PIECES)
                 if time.time_ns() - max(stat.st_mtime_ns, stat.st_ctime_ns) < SETTLED_NS:

@@ -266,6 +266,10 @@ def _end_with_parent(worker: int) -> None:
     A signal to the whole process group asks the main process to stop; it still needs its workers.
     """
 
+    if not hasattr(signal, "sigwaitinfo"):  # macOS
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        return
+
     def watch() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
             pass

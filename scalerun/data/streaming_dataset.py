@@ -13,7 +13,7 @@ from scalerun.data.base_tokenizer import content_digest
 from scalerun.data.batch import Batch
 from scalerun.data.collate import Collater
 from scalerun.data.jsonl_dataset import QuarantinedRecord, ReadCounts
-from scalerun.data.layout import Split
+from scalerun.data.layout import Split, TextFile
 from scalerun.data.mixture_dataset import Mixture, corpus_sizes
 from scalerun.data.permutation import Purpose, permutation
 from scalerun.data.preparation import BackgroundPreparation
@@ -83,6 +83,7 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
         """By shard, of those that were read so far."""
         self.reports: list[dict[str, Any]] = []
         """What was found while reading, for whoever logs events; the reader empties it."""
+        self._digests: dict[TextFile, str] = {}
         self._prefetched: set[int] = set()
         self._num_samples: dict[int, int] = {}
         self._background = BackgroundPreparation(cache)
@@ -153,12 +154,14 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
     def _make_fingerprint(self) -> str:
         """Digest of the data, a dash, digest of the settings."""
         digests = self.cache.digests
+        for shard in self.split.shards:
+            self._digests.update({file: digests.sampled(file.path) for file in shard})
+        digests.save()
         text = [
-            f"{i} {file.name} {digests.sampled(file.path)}"
+            f"{i} {file.name} {self._digests[file]}"
             for i, files in enumerate(self.split.shards)
             for file in files
         ]
-        digests.save()
         recipe = self.recipe
         settings = [
             self.cache.tokenizer.digest,
@@ -191,15 +194,25 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
     def _files(self, index: int) -> list[TokenFile]:
         if index not in self._open_files:
             names = self.split.shards[index]
-            files = [self.cache.load(file) for file in names]
+            files = [self._load(file) for file in names]
             self.cache.digests.save()
             if index not in self.summaries:
                 self._summarise(index, files)
+                self._log_summary(index)
             self._log_mixture(index, files)
             self._open_files[index] = files
             while len(self._open_files) > SHARDS_KEPT_OPEN:
                 self._open_files.popitem(last=False)
         return self._open_files[index]
+
+    def _load(self, file: TextFile) -> TokenFile:
+        tokens = self.cache.load(file)
+        if self.cache.digests.sampled(file.path) != self._digests[file]:
+            raise UserError(
+                f"{file.path} changed since this run started; start it again, and if text was "
+                "meant to change, with --reset-dataloader"
+            )
+        return tokens
 
     def _arrange(self, epoch: int, index: int) -> TokenBlockDataset:
         files = self._files(index)
@@ -239,6 +252,14 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
                 "listed_in": str(self.quarantine.path),
             }
         )
+
+    def _log_summary(self, index: int) -> None:
+        summary = self.summaries[index]
+        logger.info(
+            "%s, shard %d of %d: %s, %d tokens, %.1f MB of text",
+            self.name, index, self.num_shards(), summary.lines.describe(), summary.tokens,
+            summary.num_bytes / 1e6,
+        )  # fmt: skip
 
     def _log_mixture(self, index: int, files: Sequence[TokenFile]) -> None:
         if self.recipe.mixture.is_plain:

@@ -27,6 +27,8 @@ BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 4096
 POLL_SECONDS = 0.05
 LOG_AFTER_SECONDS = 1.0
+LOGGED_MEGABYTES = 1.0
+"""Smaller files are only named in the debug log; there may be thousands."""
 MAX_NAME = 64
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -83,10 +85,17 @@ class TokenCache:
         tokens = self._open(path, key)
         if tokens is not None:
             return tokens
-        with self._explained(), self._lock(path, should_stop):
+        with self._explained(), self._lock(path, should_stop) as alone:
             tokens = self._open(path, key)  # another process may have made it meanwhile
             if tokens is None:
-                self._build(file, path, key, should_stop)
+                with TokenFileWriter(
+                    path,
+                    key=key,
+                    dtype=self.tokenizer.dictionary.token_dtype,
+                    end_id=self.tokenizer.dictionary.eos,
+                    alone=alone,
+                ) as writer:
+                    self._build(file, writer, should_stop)
                 tokens = self._open(path, key)
         if tokens is None:
             raise UserError(f"{path} cannot be read back after it was written; check the disk")
@@ -131,28 +140,25 @@ class TokenCache:
         with contextlib.suppress(OSError):
             path.with_suffix(".verified").write_text(_state(path))
 
-    def _build(self, file: TextFile, path: Path, key: str, should_stop: Callable[[], bool]) -> None:
-        for leftover in self.folder.glob(f".{path.name}.*.tmp"):
-            leftover.unlink(missing_ok=True)  # of a process that was killed: the lock is ours
+    def _build(
+        self, file: TextFile, writer: TokenFileWriter, should_stop: Callable[[], bool]
+    ) -> None:
         start = time.monotonic()
         before = file.path.stat()
         quarantined: list[QuarantinedRecord] = []
         documents = JsonlDataset(file, quarantined.append if self.skip_bad_records else None)
-        dictionary = self.tokenizer.dictionary
-        with TokenFileWriter(
-            path, key=key, dtype=dictionary.token_dtype, end_id=dictionary.eos
-        ) as writer:
-            for texts in _in_batches(documents):
-                if should_stop():
-                    raise PreparationStopped(f"{file.path} was not tokenised to its end")
-                ids = self.tokenizer.encode_batch(texts, num_threads=self.num_threads)
-                writer.add(ids, [len(text.encode()) for text in texts])
-            after = file.path.stat()
-            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-                raise UserError(f"{file.path} changed while it was read; start again")
-            writer.commit(documents.counts, quarantined)
+        for texts in _in_batches(documents):
+            if should_stop():
+                raise PreparationStopped(f"{file.path} was not tokenised to its end")
+            ids = self.tokenizer.encode_batch(texts, num_threads=self.num_threads)
+            writer.add(ids, [len(text.encode()) for text in texts])
+        after = file.path.stat()
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            raise UserError(f"{file.path} changed while it was read; start again")
+        writer.commit(documents.counts, quarantined)
         seconds, size = time.monotonic() - start, before.st_size / 1e6
-        logger.info(
+        logger.log(
+            logging.INFO if size >= LOGGED_MEGABYTES else logging.DEBUG,
             "tokenised %s: %s; %.1f MB in %.1f s (%.1f MB/s)",
             file.path, documents.counts.describe(), size, seconds, size / seconds,
         )  # fmt: skip
@@ -171,10 +177,13 @@ class TokenCache:
             ) from error
 
     @contextlib.contextmanager
-    def _lock(self, path: Path, should_stop: Callable[[], bool]) -> Iterator[None]:
-        """Hold the lock of one token file; the system frees it when a process dies."""
+    def _lock(self, path: Path, should_stop: Callable[[], bool]) -> Iterator[bool]:
+        """Hold the lock of one token file; the system frees it when a process dies.
+
+        Gives False where the file system has no locks: several processes may do the same work.
+        """
         handle = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
-        start, logged = time.monotonic(), False
+        start, logged, held = time.monotonic(), False, True
         try:
             while True:
                 try:
@@ -184,16 +193,16 @@ class TokenCache:
                     if should_stop():
                         raise PreparationStopped(f"still waiting for {path.name}") from None
                 except OSError as error:
-                    # File systems without locks: several processes may do the same work.
                     if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                         raise
+                    held = False
                     break
                 if not logged and time.monotonic() - start > LOG_AFTER_SECONDS:
                     logger.info("waiting for another process to tokenise %s", path.name)
                     logged = True
                 time.sleep(POLL_SECONDS)
-            yield
-            with contextlib.suppress(OSError):
+            yield held
+            if held:
                 fcntl.flock(handle, fcntl.LOCK_UN)  # also where a forked process shares the handle
         finally:
             os.close(handle)

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 logger = logging.getLogger(__name__)
@@ -38,12 +38,7 @@ class StopSignal:
             self._previous[signum] = signal.signal(signum, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)  # type: ignore[arg-type]
 

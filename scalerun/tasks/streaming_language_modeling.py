@@ -20,6 +20,8 @@ from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.tasks.base_task import BaseTask, register_task
 
+CORPORA_REPORTED = 20
+
 
 @dataclass
 class StreamingLanguageModelingConfig(ScalerunDataclass):
@@ -118,7 +120,7 @@ class StreamingLanguageModelingTask(BaseTask):
                 self.cache_dir,
                 self.tokenizer,
                 skip_bad_records=cfg.bad_records == "skip",
-                num_threads=len(os.sched_getaffinity(0)),
+                num_threads=usable_cpus(),
             ),
             recipe=Recipe(
                 packing=Packing(
@@ -163,6 +165,13 @@ class StreamingLanguageModelingTask(BaseTask):
         return reports
 
 
+def usable_cpus() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _describe(dataset: StreamingTextDataset) -> dict[str, Any]:
     """What is known of a split once its first shard has been read."""
     return {
@@ -170,7 +179,8 @@ def _describe(dataset: StreamingTextDataset) -> dict[str, Any]:
         "subset": dataset.name,
         "shards": dataset.num_shards(),
         "shards_read": len(dataset.summaries),
-        "corpora": dataset.split.corpora,
+        "corpora": dataset.split.corpora[:CORPORA_REPORTED],
+        "num_corpora": len(dataset.split.corpora),
         "documents": sum(summary.documents for summary in dataset.summaries.values()),
         "tokens": sum(summary.tokens for summary in dataset.summaries.values()),
         **{f"lines_{name}": count for name, count in asdict(dataset.lines()).items()},

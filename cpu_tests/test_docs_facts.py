@@ -1,0 +1,173 @@
+"""What the documentation says is so: its tables and listings are compared with the program."""
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from scalerun.models import ARCH_REGISTRY
+from scalerun.models.torchscale import NORM_FIELDS, SAME_MEANING
+from scalerun.models.transformer_config import TransformerConfig
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def page(name):
+    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def section(text, title):
+    """A page's part under one heading."""
+    return re.split(r"^## ", text.split(f"\n## {title}\n")[1], flags=re.M)[0]
+
+
+def rows(text):
+    """Cells of the table rows of a text, headings left out."""
+    found = []
+    for line in text.splitlines():
+        if line.startswith("|"):
+            found.append([cell.strip() for cell in line.strip("|").split("|")])
+    return [row for row in found if not set(row[0]) <= set("-")]
+
+
+def names(text):
+    """What stands between backticks."""
+    return re.findall(r"`([^`]+)`", text)
+
+
+def listed(text):
+    """Names in a listing of a folder."""
+    block = re.search(r"^```text\n(.*?)^```$", text, re.M | re.S)[1]
+    return {line.split()[0].rstrip("/") for line in block.splitlines()[1:]}
+
+
+@pytest.fixture(scope="module")
+def run_folder(undisturbed):
+    return undisturbed("facts", ["--max-update", "4", "--validate-interval-updates", "2"])
+
+
+def test_the_fields_of_the_records_are_those_on_the_page(run_folder, records):
+    text = section(page("training"), "Records")
+    documented = {name for row in rows(text)[1:] for name in names(row[0])}
+    assert set(records(run_folder, "train")[0]) == documented
+    assert set(records(run_folder, "valid")[0]) <= set(names(text))
+    events = {record["event"] for record in records(run_folder, "event")}
+    assert events == {"data", "saved"}
+    assert events <= set(names(text))
+
+
+def test_the_files_of_a_run_folder_are_those_on_the_page(run_folder):
+    found = {re.sub(r"checkpoint_\d+", "checkpoint_2000", p.name) for p in run_folder.iterdir()}
+    assert found == listed(section(page("training"), "What a run folder holds"))
+
+
+def test_the_files_of_a_checkpoint_are_those_on_the_page(run, corpus, tiny, tmp_path):
+    made = run("train_tokenizer", corpus, "--vocab-size", "300", "--output", "t.model")
+    assert made.code == 0, made.stderr
+    words = [*tiny, "--tokenizer", "t.model", "--max-update", "1", "--save-dir", "run"]
+    assert run("train", corpus, *words).code == 0
+    found = {path.name for path in (tmp_path / "run/checkpoint_1").iterdir()}
+    assert found == listed(section(page("checkpoints"), "What a checkpoint consists of"))
+
+
+def test_the_keys_of_the_json_files_are_those_on_the_pages(run, run_folder, tmp_path):
+    score = run("validate", "--path", run_folder, "--cpu", "--json", "v.json", cwd=tmp_path)
+    assert score.code == 0, score.stderr
+    documented = [names(row[0])[0] for row in rows(page("validation"))[1:]]
+    for numbers in json.loads((tmp_path / "v.json").read_text()).values():
+        assert list(numbers) == documented
+    ask = run("interactive_cli", "--path", run_folder, "--cpu", "--json", stdin="the\n")
+    documented = [name for row in rows(section(page("generation"), "JSON"))[1:] for name in row[:1]]
+    assert list(json.loads(ask.stdout)) == [key for cell in documented for key in names(cell)]
+
+
+def test_the_presets_are_those_on_the_page():
+    presets = {}
+    for row in rows(section(page("architectures"), "Presets"))[1:]:
+        presets[names(row[0])[0]] = [int(cell) for cell in row[1:6]]
+    assert set(presets) == set(ARCH_REGISTRY.names())
+    for name, numbers in presets.items():
+        cfg = ARCH_REGISTRY.config_for(name)
+        assert numbers == [
+            cfg.decoder_layers,
+            cfg.decoder_embed_dim,
+            cfg.decoder_attention_heads,
+            cfg.decoder_ffn_embed_dim,
+            cfg.max_target_positions,
+        ]
+
+
+def test_torchscales_names_and_ours_are_those_on_the_page():
+    text = section(page("architectures"), "TorchScale's names")
+    theirs, ours = text.split("Where scalerun differs")
+    settings = {field.name for field in fields(TransformerConfig)}
+    shared = {*SAME_MEANING, *NORM_FIELDS, "max_target_positions"}
+    assert set(names(theirs.split("These have its meaning:")[1])) == shared
+    assert set(names(ours.split("These are ours:")[1])) == settings - shared
+
+
+HARMLESS = [
+    "--num-workers", "1", "--data-buffer-size", "3", "--cache-dir", "cache", "--log-file", "log",
+    "--profile", "--profile-updates", "2,3", "--validate-interval-updates", "2", "--store-ema",
+    "--save-interval-updates", "3", "--keep-last-updates", "1", "--no-save-async",
+    "--checkpoint-activations",
+]  # fmt: skip
+
+
+def test_settings_that_the_page_calls_harmless_change_no_bit(run, corpus, tiny, records, tmp_path):
+    text = section(page("training"), "Which settings change the result")
+    for flag in ("--num-workers", "--data-buffer-size", "--cache-dir", "--checkpoint-activations"):
+        assert flag in HARMLESS
+        assert flag in names(text)
+    series = []
+    for save_dir, words in (("plain", ["--disable-validation", "--no-save"]), ("busy", HARMLESS)):
+        command = run("train", corpus, *tiny, *words, "--max-update", "6", "--save-dir", save_dir)
+        assert command.code == 0, command.stderr
+        train = records(tmp_path / save_dir, "train")
+        series.append([(r["num_updates"], r["loss"], r["gnorm"], r["lr"]) for r in train])
+    assert len(series[0]) == 6
+    assert series[0] == series[1]
+
+
+def test_what_an_epoch_trains_on_adds_up(run, corpus, tiny, records, tmp_path):
+    words = ["--max-epoch", "1", "--lr-scheduler", "constant", "--save-dir", "run"]
+    assert run("train", corpus, *tiny, *words).code == 0
+    score = run("validate", "--path", "run", "--cpu", "--valid-subset", "train", "--json", "v.json")
+    assert score.code == 0, score.stderr
+    tokens = json.loads((tmp_path / "v.json").read_text())["train"]["tokens"]
+    text = [json.loads(line)["text"] for line in _lines(corpus / "train")]
+    assert tokens == sum(len(each.encode()) + 1 for each in text)
+    assert records(tmp_path / "run", "train")[-1]["tokens_seen"] == tokens
+    [data] = records(tmp_path / "run", "event", event="data")[:1]
+    parts = ("lines_blank", "lines_empty", "lines_quarantined", "lines_documents")
+    assert data["lines_lines"] == sum(data[part] for part in parts)
+
+
+def test_a_training_set_is_scored_whole_whatever_it_was_trained_with(run, corpus, tiny, tmp_path):
+    """Weights, shuffling and cut-off documents belong to training alone."""
+    words = ["--corpus-weights", "verse=1", "--sample-break-mode", "eos", "--max-update", "1"]
+    assert run("train", corpus, *tiny, *words, "--save-dir", "run").code == 0
+    score = run("validate", "--path", "run", "--cpu", "--valid-subset", "train", "--json", "v.json")
+    assert score.code == 0, score.stderr
+    text = [json.loads(line)["text"] for line in _lines(corpus / "train")]
+    numbers = json.loads((tmp_path / "v.json").read_text())["train"]
+    assert numbers["tokens"] == sum(len(each.encode()) + 1 for each in text)
+
+
+def test_a_training_set_of_any_name_is_shuffled(run, corpus, tiny, records, tmp_path):
+    series = []
+    for name in ("train", "tales"):
+        if name == "tales":
+            (corpus / "train").rename(corpus / "tales")
+        words = ["--train-subset", name, "--max-update", "3", "--save-dir", name]
+        command = run("train", corpus, *tiny, *words)
+        assert command.code == 0, command.stderr
+        series.append([r["loss"] for r in records(tmp_path / name, "train")])
+    assert series[0] == series[1]
+
+
+def _lines(folder):
+    files = sorted(folder.rglob("*.jsonl"))
+    return [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
