@@ -157,6 +157,7 @@ class Trainer:
         if loaded is not None and self.parts.ema is not None and "ema" in loaded.missing:
             self.parts.ema.restart()
         self.lr_scheduler.step_update(self.num_updates)
+        self.report_data()
 
     def stateful(self) -> dict[str, Any]:
         """The parts whose state a checkpoint holds, by the name it has there."""
@@ -338,6 +339,12 @@ class Trainer:
         if bytes_per_token:
             record["bits_per_byte"] = bits_per_byte(loss, bytes_per_token)
         self.sinks.write(record | self.throughput.flush())
+        self.report_data()
+
+    def report_data(self) -> None:
+        """Write what was found in the data since the last call."""
+        for report in self.task.data_report():
+            self.sinks.write({"kind": "event", "num_updates": self.num_updates, **report})
 
     def validation_is_due(self, stepped: bool) -> bool:
         """Whether this update ends with a validation."""
@@ -436,8 +443,8 @@ class Trainer:
             self.log()
         if wanted and not stopped and self.progress.validated_at != self.num_updates:
             self.validate()
+        self.report_data()
         self.save(final=True)
-        self.checkpoints.wait()
         if stopped:
             self.event("stopped", signal=self.stop_signal.signum)
 

@@ -142,5 +142,3 @@ def describe(cfg: ScalerunConfig, parts: TrainerParts) -> None:
         precision.device,
         torch.get_num_threads(),
     )
-    for report in parts.task.data_report():
-        parts.sinks.write({"kind": "event", "num_updates": 0, **report})

@@ -41,6 +41,7 @@ class Flag:
 
     @property
     def is_switch(self) -> bool:
+        """Whether the flag needs no value: ``--x`` and ``--no-x``."""
         return self.type.scalar is bool and self.type.container is None
 
     @property

@@ -35,9 +35,11 @@ BUILT_IN = {
 class Chooser(Protocol):
     """Names that a component flag accepts (a registry)."""
 
-    def names(self) -> list[str]: ...
+    def names(self) -> list[str]:
+        """All names, sorted."""
 
-    def config_for(self, name: str) -> ScalerunDataclass: ...
+    def config_for(self, name: str) -> ScalerunDataclass:
+        """A fresh configuration of a name; ConfigError where it is not known."""
 
 
 @dataclass(frozen=True)
