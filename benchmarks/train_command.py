@@ -1,11 +1,11 @@
-"""The real ``scalerun.cli.train`` beside a bare training loop, and beside peers where there are any.
+"""The real ``scalerun.cli.train`` beside a bare training loop, and beside peers if there are any.
 
-    python benchmarks/train_command.py --rounds 5
-    PEERS_DIR=... PEERS_HOME=... python benchmarks/train_command.py --peers plain,torchscale
+    python -m benchmarks.train_command --rounds 5
+    PEERS_DIR=... PEERS_HOME=... python -m benchmarks.train_command --peers plain,torchscale
 
-Training runs twice in each round, for few and for many updates; the difference is free of start-up.
-Rounds are interleaved, so that a slow minute of a shared machine meets everyone. CPU time is what to
-compare there; wall time says little.
+Training runs twice in each round, for few and for many updates; the difference is free of
+start-up. Rounds are interleaved, so that a slow minute of a shared machine meets everyone. CPU time
+is what to compare there; wall time says little.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adapters.scalerun import model_flags, optimizer_flags
-from bare_loop import BenchmarkShape
-from measured_process import quiet_environment, run
 
+from benchmarks.adapters.scalerun import model_flags, optimizer_flags
+from benchmarks.bare_loop import BenchmarkShape
+from benchmarks.measured_process import quiet_environment, run
 from scalerun.data.tokenizer import load_tokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -74,7 +74,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--short", type=int, default=5, help="updates of the short run")
     parser.add_argument("--long", type=int, default=45, help="updates of the long run")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--wait", type=float, default=60, help="seconds to wait for a quiet machine")
+    parser.add_argument(
+        "--wait", type=float, default=60, help="seconds to wait for a quiet machine"
+    )
     parser.add_argument("--corpus", type=Path, default=CORPUS, help="folder of text to train on")
     parser.add_argument("--cache", type=Path, default=home / "scalerun-benchmarks")
     parser.add_argument("--out", type=Path, default=Path("train_command.jsonl"))
@@ -95,9 +97,7 @@ def make_tokenizer(cache: Path, corpus: Path, environment: dict[str, str]) -> Pa
         cache.mkdir(parents=True, exist_ok=True)
         size = ("--vocab-size", str(SHAPE.vocab))
         module = "scalerun.cli.train_tokenizer"
-        run(
-            [sys.executable, "-m", module, str(corpus), *size, "--output", str(path)], environment
-        )
+        run([sys.executable, "-m", module, str(corpus), *size, "--output", str(path)], environment)
     found = len(load_tokenizer(str(path)).dictionary)
     if found != SHAPE.vocab:
         raise SystemExit(f"{path} has {found} symbols instead of {SHAPE.vocab}; remove it")
@@ -184,8 +184,8 @@ def describe_pipeline(
         shutil.rmtree(folder)
     found = json.loads(output.splitlines()[-1])
     return (
-        f"data pipeline: {found['loader_cpu_ms']:.2f} ms of {found['update_cpu_ms']:.1f} ms CPU time "
-        f"of an update ({100 * found['loader_cpu_ms'] / found['update_cpu_ms']:.2f} %)"
+        f"data pipeline: {found['loader_cpu_ms']:.2f} ms of {found['update_cpu_ms']:.1f} ms of CPU "
+        f"time in an update ({100 * found['loader_cpu_ms'] / found['update_cpu_ms']:.2f} %)"
     )
 
 

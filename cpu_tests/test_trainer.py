@@ -174,7 +174,7 @@ def exploding(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_its_place(
-    start, corpus, tiny, exploding
+    start, corpus, tiny, exploding, records, tmp_path
 ):
     words = [*tiny, *exploding, "--explode-at", "3,4", "--max-update", "6", "--save-dir", "run"]
     command = start("train", corpus, *words)
@@ -182,6 +182,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_its_place(
     assert "update 3 on rank 0" in command.error
     assert "the weights are those of update 2" in command.error
     assert "Traceback" not in command.stderr
+    # Nothing is lost: the same command stands before the same update again.
+    calm = [word if word != "3,4" else "999" for word in words]
+    again = start("train", corpus, *calm)
+    assert again.wait() == 0, again.stderr
+    straight = start("train", corpus, *calm[:-1], "straight")
+    assert straight.wait() == 0, straight.stderr
+    found = [series(records(tmp_path / name, "train")) for name in ("run", "straight")]
+    assert found[0] == found[1]
 
 
 def test_a_loss_that_is_not_finite_can_be_skipped(run, corpus, tiny, exploding, records, tmp_path):

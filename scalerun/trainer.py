@@ -97,6 +97,8 @@ class Trainer:
         self.throughput = parts.throughput
         self.metrics = Metrics()
         self.progress = Progress()
+        self.place: dict[str, Any] = {}
+        """The loader's state before the update that is being done."""
         self.metric: tuple[int, float] | None = None
         """The checkpoint metric, with the update it belongs to."""
 
@@ -117,8 +119,7 @@ class Trainer:
             if self.progress.unfinished_validation:
                 self.validate()
             for batches in self.updates():
-                with self.parts.profiler.record(self.num_updates + 1):
-                    stepped = self.train_step(batches)
+                stepped = self.try_step(batches)
                 self.sinks.advance(self.num_updates)
                 if stepped and self.num_updates % self.cfg.common.log_interval == 0:
                     self.log()
@@ -183,6 +184,7 @@ class Trainer:
         self.throughput.start()
         while (reason := self.end_reason()) is None:
             self.skip_batches()
+            self.place = self.loader.state_dict()
             try:
                 with self.stop_signal.immediate():
                     batches = next(stream, None)
@@ -223,6 +225,17 @@ class Trainer:
                 self.progress.skipped_ranges.append([first, last])
                 self.event("skipped", reason="--skip-batches", updates=last - first + 1)
 
+    def try_step(self, batches: list[Batch]) -> bool:
+        """Do one update; if it cannot be done, save the run as it was before it."""
+        try:
+            with self.parts.profiler.record(self.num_updates + 1):
+                return self.train_step(batches)
+        except FloatingPointError:
+            self.loader.load_state_dict(self.place)
+            if self.num_updates:
+                self.save(final=True)
+            raise
+
     def train_step(self, batches: list[Batch]) -> bool:
         """Do one update: count targets, run each batch forward and backward, clip, step.
 
@@ -240,10 +253,11 @@ class Trainer:
         self.model.train()
         num_targets = sum(batch.num_targets for batch in batches)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.parts.precision.device)
+        stats = []
         for index, batch in enumerate(batches):
             output = self.forward_backward(batch, index, num_targets, len(batches))
-            self.metrics.add(output.stats)
             loss_sum += output.loss_sum.detach()
+            stats.append(output.stats)
         if self.parts.loss_scaler is not None:
             self.optimizer.multiply_grads(1.0 / self.parts.loss_scaler.scale_value)
         opt = self.cfg.optimization
@@ -258,6 +272,8 @@ class Trainer:
         self.progress.skips_in_a_row = 0
         if self.parts.ema is not None:
             self.parts.ema.step(self.num_updates)
+        for each in stats:
+            self.metrics.add(each)
         self.count(loss_sum, num_targets, grad_norm, batches)
         self.lr_scheduler.step_update(self.num_updates)  # sets the rate of the next update
         return True
@@ -283,6 +299,9 @@ class Trainer:
         scaler = self.parts.loss_scaler
         if scaler is not None:
             scaler.update(finite)
+            if not finite:
+                scale = scaler.scale_value
+                self.event("skipped", reason=f"float16 overflowed; the loss scale is now {scale:g}")
             return finite
         if finite:
             return True

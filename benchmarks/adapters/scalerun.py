@@ -71,12 +71,14 @@ class GivenTokens(BaseTask):
 
 def versions() -> dict[str, str]:
     """What is measured."""
-    return {"scalerun": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "scalerun": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
-def build(
-    shape: Shape, dtype: str = "fp32"
-) -> tuple[torch.nn.Module, Callable[[Tensor], float]]:
+def build(shape: Shape, dtype: str = "fp32") -> tuple[torch.nn.Module, Callable[[Tensor], float]]:
     """A model and one whole update on given tokens (batch, seq + 1): returns the mean loss, nats.
 
     Raises:

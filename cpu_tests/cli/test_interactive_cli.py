@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from scalerun.cli import interactive_cli
 from scalerun.cli.interactive_cli import (
     InteractiveConfig,
     Session,

@@ -117,6 +117,30 @@ def test_backward_may_run_twice(logits_and_targets):
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_overwriting_the_logits_changes_no_bit_of_the_gradient(logits_and_targets, dtype, chunk):
+    logits, targets = logits_and_targets
+
+    def overwriting(leaf, targets):
+        computed = leaf * 1.0
+        return cross_entropy_sum(computed, targets, overwrite_logits=True)
+
+    loss, grad = loss_and_grad(overwriting, logits.to(dtype), targets)
+    expected_loss, expected_grad = loss_and_grad(cross_entropy_sum, logits.to(dtype), targets)
+    assert torch.equal(loss, expected_loss)
+    assert torch.equal(grad, expected_grad)
+
+
+def test_overwritten_logits_are_never_taken_for_logits(logits_and_targets):
+    logits, targets = logits_and_targets
+    logits.requires_grad_()
+    computed = logits * 1.0
+    loss = cross_entropy_sum(computed, targets, overwrite_logits=True)
+    torch.autograd.grad(loss, logits, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, logits)
+
+
 class Bigram(nn.Module):
     def __init__(self, aux_loss=None):
         super().__init__()

@@ -257,6 +257,14 @@ def test_wrong_files_are_refused_with_their_line(tmp_path, text, says):
     assert "\n" not in message
 
 
+def test_a_file_that_describes_another_component_is_refused(tmp_path):
+    """Its sizes would silently replace those of the preset that was chosen."""
+    path = tmp_path / "a.yaml"
+    path.write_text("model: {_name: toy, decoder_layers: 3}\n")
+    message = refusal("--config", str(path), "--arch", "toy_deep")
+    assert "describes the model toy, but toy_deep is chosen" in message
+
+
 def test_a_printed_configuration_reads_back_to_itself(tmp_path, capsys):
     words = ["DATA", "--corpus-weights", "a=1", "--note", r"$\{x} ${y} \\${z} é 'q' : #", "--bf16"]
     with pytest.raises(SystemExit) as ended:

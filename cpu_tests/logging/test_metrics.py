@@ -89,7 +89,7 @@ def test_taking_the_state_changes_nothing() -> None:
 
 @pytest.mark.parametrize("state", [{}, {"means": {"x": [1.0]}, "last": {}}, {"means": 3}])
 def test_an_unreadable_state_names_the_flag(state: dict[str, object]) -> None:
-    with pytest.raises(UserError, match="give --reset-meters to start new ones"):
+    with pytest.raises(UserError, match="--reset-meters"):
         Metrics().load_state_dict(state)  # type: ignore[arg-type]
 
 

@@ -72,7 +72,7 @@ def test_each_state_tensor_is_named_after_its_parameter(build):
 def test_a_state_that_does_not_fit_is_refused(build):
     _, optimizer = build(AdamConfig())
     state = optimizer.state_dict()
-    with pytest.raises(UserError, match=r"lacks embed\.weight\.exp_avg; give --reset-optimizer"):
+    with pytest.raises(UserError, match=r"lacks embed\.weight\.exp_avg; .*--reset-optimizer"):
         optimizer.load_state_dict({k: v for k, v in state.items() if k != "embed.weight.exp_avg"})
     with pytest.raises(UserError, match=r"unexpected a\.momentum_buffer"):
         optimizer.load_state_dict(state | {"a.momentum_buffer": torch.zeros(1)})

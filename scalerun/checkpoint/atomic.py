@@ -38,6 +38,7 @@ class HashingWriter(io.IOBase):
         return True
 
     def write(self, data: bytes | memoryview) -> int:
+        """Write and hash; remembers the first failure in ``failure``."""
         try:
             written = self._stream.write(data)
         except OSError as error:
@@ -63,6 +64,7 @@ class HashingWriter(io.IOBase):
         return self._stream.fileno()
 
     def record(self) -> FileRecord:
+        """Size and digest of what was written."""
         return FileRecord(self._size, self._hash.hexdigest())
 
 

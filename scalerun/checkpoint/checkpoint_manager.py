@@ -52,9 +52,11 @@ logger = logging.getLogger(__name__)
 class Stateful(Protocol):
     """Anything that can be saved: nested dictionaries of tensors and JSON values."""
 
-    def state_dict(self) -> Any: ...
+    def state_dict(self) -> Any:
+        """The live state."""
 
-    def load_state_dict(self, state: Any) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any:
+        """Continue from a state."""
 
 
 @dataclass(frozen=True)

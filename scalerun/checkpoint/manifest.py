@@ -45,6 +45,7 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all files but the manifest."""
         return sum(record.size for record in self.files.values())
 
     def to_json(self) -> bytes:

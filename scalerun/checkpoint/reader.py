@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 
 _REMEDIES = {
     "model": "use the architecture and the tokenizer that it was trained with",
-    "optimizer": "use the same --optimizer, or give --reset-optimizer to start with a new state",
+    "optimizer": "use the same --optimizer, or start a new run from it: "
+    "--save-dir NEW --restore-file OLD "
+    "--reset-optimizer",
 }
 """What to do about a part that does not fit."""
 

@@ -28,14 +28,15 @@ class CrossEntropy(BaseCriterion):
 
     def forward(self, model: nn.Module, batch: Batch) -> CriterionOutput:
         output = model(**batch.net_input())
-        loss_sum = cross_entropy_sum(output.logits, batch.targets)
+        # Nobody else holds the logits, so their memory can become that of their gradient.
+        loss_sum = cross_entropy_sum(output.logits, batch.targets, overwrite_logits=True)
         stats: dict[str, Tensor | float] = {}
         if output.aux_loss is not None:
             stats["aux_loss"] = output.aux_loss.detach()
         return CriterionOutput(loss_sum, batch.num_targets, output.aux_loss, stats)
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy_sum(logits: Tensor, targets: Tensor, *, overwrite_logits: bool = False) -> Tensor:
     """Sum of -log softmax(logits)[target] over the targets that are not ``IGNORE_INDEX``.
 
     The softmax is computed in float32 whatever the type of the logits, a block of rows at a time,
@@ -44,12 +45,14 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     Args:
         logits: (..., V) floating point.
         targets: (...) int64.
+        overwrite_logits: let the backward pass write the gradient over the logits, which are often
+            the largest tensor of an update. A second backward pass is then an error.
 
     Returns:
         A float32 scalar; 0 when there are no targets.
     """
     rows = logits.reshape(-1, logits.shape[-1])
-    result: Tensor = _CrossEntropySum.apply(rows, targets.reshape(-1))
+    result: Tensor = _CrossEntropySum.apply(rows, targets.reshape(-1), overwrite_logits)
     return result
 
 
@@ -57,27 +60,28 @@ class _CrossEntropySum(torch.autograd.Function):
     """(N, V) logits and (N,) targets -> scalar."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, overwrite_logits: bool) -> Tensor:
         index = targets.clamp(min=0).unsqueeze(1)
         log_probs = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
         for rows in _blocks(logits):
             log_softmax = torch.log_softmax(logits[rows], dim=-1, dtype=torch.float32)
             log_probs[rows] = log_softmax.gather(1, index[rows]).squeeze(1)
         ctx.save_for_backward(logits, targets)
+        ctx.overwrite_logits = overwrite_logits
         return -log_probs.masked_fill_(targets == IGNORE_INDEX, 0.0).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         logits, targets = ctx.saved_tensors
         index = targets.clamp(min=0).unsqueeze(1)
         scale = torch.where(targets == IGNORE_INDEX, 0.0, grad_output).unsqueeze(1)
-        grad = torch.empty_like(logits)
+        grad = logits if ctx.overwrite_logits else torch.empty_like(logits)
         for rows in _blocks(logits):
             probs = torch.softmax(logits[rows], dim=-1, dtype=torch.float32)
             probs.scatter_add_(1, index[rows], probs.new_full((1, 1), -1.0).expand_as(index[rows]))
             torch.mul(probs, scale[rows], out=grad[rows])
-        return grad, None
+        return grad, None, None
 
 
 def _blocks(logits: Tensor) -> list[slice]:

@@ -24,6 +24,7 @@ class DatasetCounts:
 
     @property
     def bytes_per_token(self) -> float | None:
+        """UTF-8 bytes that a target token stands for; None where there is no text."""
         return self.num_bytes / self.tokens if self.tokens and self.num_bytes else None
 
 

@@ -35,6 +35,7 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
+        """Sequences, B."""
         return self.tokens.shape[0]
 
     def net_input(self) -> dict[str, Tensor | None]:

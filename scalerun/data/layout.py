@@ -27,6 +27,7 @@ class TextFile:
 
     @property
     def suffix(self) -> str:
+        """Which of :data:`SUFFIXES` its name ends in."""
         lower = self.path.name.lower()
         return next(suffix for suffix in SUFFIXES if lower.endswith(suffix))
 
@@ -71,7 +72,10 @@ def find_split(data: str | Path, name: str) -> Split:
     if name == TRAIN:
         files = _text_files(root, root)
         if files:
-            _log_strays(root, (path for path in _entries(root) if path.is_file()))
+            _log_strays(
+                root,
+                (p for p in _entries(root) if p.is_file() and p not in {f.path for f in files}),
+            )
             return Split(name, [files])
         raise UserError(
             f"{root} has neither a folder named train nor text files; {_expected(root)}"

@@ -306,5 +306,6 @@ def _compare(stored: str, dataset: BaseDataset[Any]) -> None:
     )
     raise UserError(
         f"{what} changed since the checkpoint was written, so its place in the data has no "
-        "meaning; undo the change, or start over with the data with --reset-dataloader"
+        "meaning; undo the change, or start a new run from it: --save-dir NEW --restore-file OLD "
+        "--reset-dataloader"
     )

@@ -209,8 +209,8 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
         tokens = self.cache.load(file)
         if self.cache.digests.sampled(file.path) != self._digests[file]:
             raise UserError(
-                f"{file.path} changed since this run started; start it again, and if text was "
-                "meant to change, with --reset-dataloader"
+                f"{file.path} changed since this run started; undo the change and start it again, "
+                "or start a new run from it: --save-dir NEW --restore-file OLD --reset-dataloader"
             )
         return tokens
 

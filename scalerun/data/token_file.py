@@ -61,10 +61,12 @@ class TokenFile:
 
     @property
     def num_documents(self) -> int:
+        """Documents of the text file."""
         return len(self.document_bytes)
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all documents, their ends included."""
         return len(self.tokens)
 
     @classmethod

@@ -186,6 +186,12 @@ class _Builder:
                 raise ConfigError(
                     f"--config {path} has no settings under {name}; found {section!r}"
                 )
+            if section.get("_name", group._name) != group._name:
+                raise ConfigError(
+                    f"--config {path} describes the {name} {section.get('_name')}, but "
+                    f"{group._name} is chosen; remove the section from the file or choose "
+                    f"{section.get('_name')}"
+                )
             merge_group(group, section, path, (name,))
 
     def _special_flags(self) -> dict[str, str]:

@@ -103,7 +103,8 @@ class Metrics:
             self._last = {name: value[0] for name, value in state["last"].items()}
         except (KeyError, IndexError, AttributeError, TypeError) as error:
             raise UserError(
-                "the checkpoint's statistics cannot be read; give --reset-meters to start new ones"
+                "the checkpoint's statistics cannot be read; start a new run from it: "
+                "--save-dir NEW --restore-file OLD --reset-meters"
             ) from error
 
     def _grow(self, name: str, total: Number, weight: Number) -> None:

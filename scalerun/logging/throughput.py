@@ -189,8 +189,8 @@ class Throughput:
             self._interval_seconds = float(state["interval_seconds"])
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
-                "the checkpoint's counts of tokens and time cannot be read; give --reset-meters "
-                "to start new ones"
+                "the checkpoint's counts of tokens and time cannot be read; start a new run "
+                "from it: --save-dir NEW --restore-file OLD --reset-meters"
             ) from error
 
     def _elapsed(self) -> float:

@@ -46,6 +46,7 @@ class Residual(nn.Module, ABC):
         """The new stream, from the old one and the branch's output."""
 
     def add(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+        """``alpha * x + y``, with what regularises y in training."""
         y_BTD = dropout(y_BTD, self.dropout, training=self.training)
         y_BTD = drop_path(y_BTD, self.drop_path, training=self.training)
         return (x_BTD if self.alpha == 1.0 else self.alpha * x_BTD) + y_BTD

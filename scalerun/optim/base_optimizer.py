@@ -32,7 +32,7 @@ class OptimizerConfig(ScalerunDataclass):
         [], "name patterns of parameters that never decay, such as *embed*"
     )
     lr_scale: dict[str, float] = option(
-        {}, "factors on the learning rate by name pattern, such as *embed*:0.1"
+        {}, "factors on the learning rate by name pattern, such as *embed*=0.1"
     )
 
     def validate(self) -> None:
@@ -86,10 +86,12 @@ class BaseOptimizer(ABC):
 
     @property
     def params(self) -> list[nn.Parameter]:
+        """The parameters that are trained, in the model's order."""
         return list(self.named_params.values())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of torch's optimizer."""
         return self.optimizer.param_groups
 
     def get_lr(self) -> float:
@@ -142,14 +144,15 @@ class BaseOptimizer(ABC):
             first = min(own.keys() ^ state.keys())
             side = "lacks" if first in own else "has an unexpected"
             raise UserError(
-                f"the saved optimizer state {side} {first}; give --reset-optimizer to start with a "
-                "new state"
+                f"the saved optimizer state {side} {first}; use the same --optimizer, or start a "
+                "new run from it: --save-dir NEW --restore-file OLD --reset-optimizer"
             )
         for name, tensor in own.items():
             if tensor.shape != state[name].shape:
                 raise UserError(
                     f"the saved optimizer state {name} has shape {tuple(state[name].shape)} and not"
-                    f" {tuple(tensor.shape)}; give --reset-optimizer to start with a new state"
+                    f" {tuple(tensor.shape)}; start a new run from it: "
+                    "--save-dir NEW --restore-file OLD --reset-optimizer"
                 )
             if tensor is not state[name]:
                 tensor.copy_(state[name])

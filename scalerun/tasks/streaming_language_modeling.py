@@ -183,6 +183,9 @@ def _describe(dataset: StreamingTextDataset) -> dict[str, Any]:
         "num_corpora": len(dataset.split.corpora),
         "documents": sum(summary.documents for summary in dataset.summaries.values()),
         "tokens": sum(summary.tokens for summary in dataset.summaries.values()),
-        **{f"lines_{name}": count for name, count in asdict(dataset.lines()).items()},
+        **{
+            name if name == "lines" else f"lines_{name}": count
+            for name, count in asdict(dataset.lines()).items()
+        },
         "fingerprint": dataset.fingerprint,
     }

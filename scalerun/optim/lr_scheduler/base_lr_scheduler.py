@@ -92,7 +92,8 @@ class BaseLRScheduler(ABC):
         if state:
             raise UserError(
                 f"the saved schedule has a state ({', '.join(sorted(state))}) that the chosen one "
-                "does not know; choose the same --lr-scheduler or give --reset-lr-scheduler"
+                "does not know; choose the same --lr-scheduler, or start a new run from it: "
+                "--save-dir NEW --restore-file OLD --reset-lr-scheduler"
             )
 
     def need_max_update(self, instead: str | None = None) -> int:

@@ -1,0 +1,1 @@
+"""Measurements that compare scalerun with other ways to do the same work."""

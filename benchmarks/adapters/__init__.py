@@ -1,0 +1,1 @@
+"""Modules that plug scalerun into a side-by-side harness."""
