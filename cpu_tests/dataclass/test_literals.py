@@ -39,6 +39,12 @@ def test_optional_settings_can_be_unset():
         SettingType.of(int).parse("none")
 
 
+def test_a_number_that_no_tensor_can_hold_is_refused():
+    assert SettingType.of(int).parse(str(2**63 - 1)) == 2**63 - 1
+    with pytest.raises(ValueError, match="too large"):
+        SettingType.of(int).parse("99999999999999999999")
+
+
 @pytest.mark.parametrize("annotation", [bytes, list[list[int]], dict[int, float], int | str, tuple])
 def test_other_types_are_no_settings(annotation):
     with pytest.raises(TypeError, match="a setting cannot be"):

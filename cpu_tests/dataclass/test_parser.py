@@ -204,6 +204,7 @@ def test_forty_typos_are_refused_and_named():
         (["--optimizer", "sgd", "--lr-scheduler", "clashing"], "belongs to both --optimizer sgd"),
         (["--config", "nowhere.yaml"], "--config nowhere.yaml cannot be read"),
         (["--batch-size", "0"], "--batch-size is 0"),
+        (["--num-workers", "99999999"], "--num-workers is 99999999; give 0 to 512"),
         (["--ema-decay", "1"], "--ema-decay is 1"),
         (["--patience", "3", "--disable-validation"], "--patience needs validation"),
         (["--no-save", "--save-interval-updates", "5"], "contradict"),

@@ -57,9 +57,9 @@ class TrainTokenizerConfig(ScalerunDataclass):
             )
         at_least("--vocab-size", self.vocab_size, 1)
         at_least("--sample-megabytes", self.sample_megabytes, 0)
-        if not 0 < self.character_coverage <= 1:
+        if not 0.98 <= self.character_coverage <= 1:
             raise ConfigError(
-                f"--character-coverage is {self.character_coverage:g}; give a share up to 1"
+                f"--character-coverage is {self.character_coverage:g}; give a share from 0.98 to 1"
             )
         if self.library == "tokenizers" and self.model_type != "bpe":
             raise ConfigError("--library tokenizers makes --model-type bpe only")

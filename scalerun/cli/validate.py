@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scalerun.cli.entry import run_cli
 from scalerun.criterions.base_criterion import build_criterion
-from scalerun.dataclass.configs import above_zero, at_least
+from scalerun.dataclass.configs import above_zero, check_num_workers
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
@@ -47,7 +47,7 @@ class ValidateConfig(ScalerunDataclass):
             raise ConfigError("--path is required: a run folder or a checkpoint folder")
         above_zero("--batch-size", self.batch_size)
         above_zero("--max-valid-steps", self.max_valid_steps)
-        at_least("--num-workers", self.num_workers, 0)
+        check_num_workers(self.num_workers)
         if self.fp16 + self.bf16 + self.fp32 > 1:
             raise ConfigError("--fp16, --bf16 and --fp32 exclude each other; give one of them")
 

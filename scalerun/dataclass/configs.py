@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, component, option
 
+MAX_WORKERS = 512
 LOG_FORMATS = ("auto", "tqdm", "simple", "json", "none")
 
 
@@ -14,6 +15,12 @@ def at_least(flag: str, value: float | None, low: float) -> None:
     """Refuse a number below ``low``; None passes."""
     if value is not None and value < low:
         raise ConfigError(f"{flag} is {value:g}; give {low:g} or more")
+
+
+def check_num_workers(value: int) -> None:
+    """Refuse a number of worker processes that no machine has a use for."""
+    if not 0 <= value <= MAX_WORKERS:
+        raise ConfigError(f"--num-workers is {value}; give 0 to {MAX_WORKERS}")
 
 
 def above_zero(flag: str, value: float | None) -> None:
@@ -99,7 +106,7 @@ class DatasetConfig(ScalerunDataclass):
     def validate(self) -> None:
         above_zero("--batch-size", self.batch_size)
         above_zero("--batch-size-valid", self.batch_size_valid)
-        at_least("--num-workers", self.num_workers, 0)
+        check_num_workers(self.num_workers)
         at_least("--data-buffer-size", self.data_buffer_size, 1)
         at_least("--validate-interval", self.validate_interval, 0)
         at_least("--validate-interval-updates", self.validate_interval_updates, 0)

@@ -9,6 +9,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
+_LARGEST = 2**63 - 1
 _WHOLE = re.compile(r"[+-]?\d+(_\d+)*")
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _ITEM = re.compile(rf"(?:^|(?<=,))(?:\s*(?:{_QUOTED.pattern})\s*(?=,|$)|[^,]*)")
@@ -93,6 +94,8 @@ def _scalar(kind: type, text: str) -> Any:
     if kind is int:
         if not _WHOLE.fullmatch(text):
             raise wrong
+        if abs(int(text)) > _LARGEST:
+            raise ValueError(f"{text!r} is too large; {_LARGEST} is the largest number allowed")
         return int(text)
     try:
         number = float(text)

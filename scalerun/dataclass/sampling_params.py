@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from scalerun.dataclass.errors import ConfigError
 
 
+MAX_BEAM = 1024
+"""More hypotheses than that are a slip of the finger: each holds a key-value cache."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one prompt is continued; every prompt of a call may have its own.
@@ -53,8 +57,8 @@ class SamplingParams:
             raise ConfigError(
                 f"--top-p is {self.top_p:g}; give a number above 0 and up to 1 (no limit)"
             )
-        if self.beam < 1:
-            raise ConfigError(f"--beam is {self.beam}; give 1 or more")
+        if not 1 <= self.beam <= MAX_BEAM:
+            raise ConfigError(f"--beam is {self.beam}; give 1 to {MAX_BEAM}")
         if not abs(self.lenpen) < float("inf"):
             raise ConfigError(f"--lenpen is {self.lenpen:g}; give a finite number")
         draws = self.temperature != 1 or self.top_k != 0 or self.top_p != 1
