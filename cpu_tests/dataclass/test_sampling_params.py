@@ -20,7 +20,7 @@ from scalerun.dataclass.sampling_params import SamplingParams
         ({"top_p": 2.0}, "--top-p is 2; give a number above 0 and up to 1"),
         ({"top_p": 0.0}, "--top-p is 0; give a number above 0 and up to 1"),
         ({"top_p": float("nan")}, "--top-p is nan"),
-        ({"beam": 0}, "--beam is 0; give 1 or more"),
+        ({"beam": 0}, "--beam is 0; give 1 to 1024"),
         ({"beam": 2, "lenpen": float("inf")}, "--lenpen is inf; give a finite number"),
         ({"beam": 4, "top_p": 0.9}, "--beam 4 searches and does not draw; leave out"),
         ({"beam": 4, "top_k": 3}, "--beam 4 searches"),

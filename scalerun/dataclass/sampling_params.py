@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from scalerun.dataclass.errors import ConfigError
 
-
 MAX_BEAM = 1024
 """More hypotheses than that are a slip of the finger: each holds a key-value cache."""
 
