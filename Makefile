@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 RUN := projects/quickstart/$(if $(LONG),run_long,run)
 CONFIG := projects/quickstart/$(if $(LONG),long,config).yaml
 DATA := projects/quickstart/data
+FLAGS :=
 
 .PHONY: quickstart test test-long lint
 
 quickstart: $(VENV)/installed
 	$(BIN)/python -m scalerun.cli.train_tokenizer $(DATA) --vocab-size 1024 --model-type unigram --output projects/quickstart/cache/tokenizer.model
-	$(BIN)/python -m scalerun.cli.train $(DATA) --config $(CONFIG) --save-dir $(RUN)
+	$(BIN)/python -m scalerun.cli.train $(DATA) --config $(CONFIG) --save-dir $(RUN) $(FLAGS)
 	$(BIN)/python -m scalerun.cli.validate $(DATA) --path $(RUN) --json $(RUN)/valid.json
 	$(BIN)/python projects/quickstart/compare.py $(DATA) $(RUN)/valid.json
 	$(BIN)/python -m scalerun.cli.interactive_cli --path $(RUN) --temperature 0.7 --top-p 0.9 --max-new-tokens 160 < projects/quickstart/prompts.txt
