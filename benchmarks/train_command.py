@@ -207,9 +207,10 @@ def cpu_ticks() -> tuple[int, int]:
 
 
 def table(rows: list[Row]) -> str:
-    """Medians over the rounds as Markdown, with the ratios of training to everything else."""
+    """Medians over the rounds as Markdown; a ratio compares two measurements of one round."""
     lines = [
-        "| | tokens per CPU-s: median (min-max) | train / this | tokens/s: median | peak RSS, MB |",
+        "| | tokens per CPU-s: median (min-max) | train / this: median (min-max) "
+        "| tokens/s: median | peak RSS, MB |",
         "|---|---|---|---|---|",
     ]
     names = list(dict.fromkeys(row["name"] for row in rows))
@@ -220,8 +221,8 @@ def table(rows: list[Row]) -> str:
         wall = statistics.median(column(rows, name, "tokens_per_s"))
         lines.append(
             f"| {name} | {statistics.median(values):,.0f} ({min(values):,.0f}-{max(values):,.0f}) "
-            f"| {statistics.median(ratios):.3f} | {wall:,.0f} "
-            f"| {max(column(rows, name, 'peak_rss_mb')):,.0f} |"
+            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) "
+            f"| {wall:,.0f} | {max(column(rows, name, 'peak_rss_mb')):,.0f} |"
         )
     return "\n".join(lines)
 

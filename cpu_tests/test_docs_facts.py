@@ -142,7 +142,7 @@ def test_what_an_epoch_trains_on_adds_up(run, corpus, tiny, records, tmp_path):
     assert records(tmp_path / "run", "train")[-1]["tokens_seen"] == tokens
     [data] = records(tmp_path / "run", "event", event="data")[:1]
     parts = ("lines_blank", "lines_empty", "lines_quarantined", "lines_documents")
-    assert data["lines_lines"] == sum(data[part] for part in parts)
+    assert data["lines"] == sum(data[part] for part in parts)
 
 
 def test_a_training_set_is_scored_whole_whatever_it_was_trained_with(run, corpus, tiny, tmp_path):

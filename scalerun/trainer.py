@@ -26,7 +26,7 @@ from scalerun.logging.metrics import Metrics, bits_per_byte, perplexity
 from scalerun.logging.nan_detector import NanDetector
 from scalerun.logging.profiler import UpdateProfiler
 from scalerun.logging.throughput import Throughput
-from scalerun.models.base_model import BaseModel
+from scalerun.models.base_model import Architecture, BaseModel
 from scalerun.optim.base_optimizer import BaseOptimizer
 from scalerun.optim.ema import EMA
 from scalerun.optim.loss_scaler import DynamicLossScaler
@@ -163,6 +163,7 @@ class Trainer:
     def stateful(self) -> dict[str, Any]:
         """The parts whose state a checkpoint holds, by the name it has there."""
         parts = {
+            "architecture": Architecture(self.cfg.model),
             "model": self.model,
             "task": self.task,
             "optimizer": self.optimizer,

@@ -189,6 +189,8 @@ def test_a_run_whose_every_checkpoint_is_damaged_does_not_start_anew(run, corpus
         (["--tokens-per-sample", "16"], "--reset-dataloader"),
         (["--decoder-embed-dim", "32"], "does not fit"),
         (["--decoder-layers", "3"], "does not fit"),
+        (["--decoder-attention-heads", "4"], "with --decoder-attention-heads 2, not 4"),
+        (["--activation-fn", "relu"], "with --activation-fn gelu, not relu"),
         (["--optimizer", "sgd", "--momentum", "0.9"], "optimizer"),
     ],
 )
@@ -200,6 +202,12 @@ def test_a_run_that_goes_on_with_other_settings_says_what_does_not_fit(
     assert command.code == 1, command.stderr
     assert says in command.error
     assert checkpoint_files(trained) == before
+
+
+def test_settings_that_leave_the_function_as_it_is_may_change(run, corpus, tiny, trained):
+    words = ["--dropout", "0.3", "--clip-norm", "1", "--weight-decay", "0.1", "--max-update", "6"]
+    command = run("train", corpus, *tiny, *LAST, *words)
+    assert command.code == 0, command.stderr
 
 
 def test_changed_data_is_noticed_on_resume(run, corpus, tiny, trained):

@@ -1,5 +1,6 @@
 """A run that is killed or stopped at any instant continues as if nothing had happened."""
 
+import os
 import random
 import re
 import signal
@@ -122,6 +123,26 @@ def test_a_signal_saves_and_the_next_start_goes_on(
     assert command.wait() == 0, command.stderr
     assert series(records, save_dir) == straight[0]
     assert valid_series(records, save_dir).items() >= straight[1].items()
+
+
+def test_nothing_outlives_a_killed_run(start, corpus, tiny, records, tmp_path):
+    words = [*tiny, "--max-update", "99999", "--num-workers", "2", "--save-dir", "run"]
+    command = start("train", corpus, *words)
+    metrics = tmp_path / "run/metrics.jsonl"
+    while not (metrics.exists() and '"kind": "train"' in metrics.read_text()):
+        assert command.poll() is None, command.stderr
+        time.sleep(0.01)
+    group = command.pid
+    command.kill()
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    os.killpg(group, signal.SIGKILL)
+    pytest.fail("processes of the killed run are still there")
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(run, corpus, tiny, records, tmp_path):

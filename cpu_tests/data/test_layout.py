@@ -61,7 +61,7 @@ def test_missing_shard_numbers_are_noted(touch, caplog):
     data = touch("train/0/a.jsonl", "train/3/a.jsonl")
     with caplog.at_level(logging.INFO):
         assert len(find_split(data, "train").shards) == 2
-    assert "shard numbers missing" in caplog.text
+    assert "of them are missing" in caplog.text
     assert caplog.messages[-1].endswith(": 1, 2")
 
 

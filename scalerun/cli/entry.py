@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ def run_cli(main: Callable[[], int]) -> None:
     0 done, 1 a user's error, 2 a wrong command line, 130 and 143 after SIGINT and SIGTERM. A fault
     of the program itself keeps its traceback.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main()
         sys.stdout.flush()

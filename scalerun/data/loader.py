@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -19,6 +21,9 @@ from scalerun.data.batch import Batch
 from scalerun.data.batch_plan import BatchPlan, Cut, Position, plan_updates
 from scalerun.data.preparation import quiet_fork
 from scalerun.dataclass.errors import UserError
+
+PARENT_CHECK_SECONDS = 1.0
+"""How often a worker looks whether the main process is still there."""
 
 
 class BatchLoader:
@@ -195,7 +200,7 @@ def make_batches(
         num_workers=num_workers,
         prefetch_factor=buffer_size,
         collate_fn=_unchanged,
-        worker_init_fn=_end_with_parent,
+        worker_init_fn=functools.partial(_end_with_parent, os.getpid()),
         multiprocessing_context="fork",
         generator=torch.Generator(),  # else the global generator would be advanced
     )
@@ -260,19 +265,24 @@ def _unchanged(item: Any) -> Any:
     return item
 
 
-def _end_with_parent(worker: int) -> None:
-    """Let SIGTERM end this worker only when its parent sent it.
+def _end_with_parent(parent: int, worker: int) -> None:
+    """Let this worker end with its parent, and by SIGTERM only when its parent sent it.
 
     A signal to the whole process group asks the main process to stop; it still needs its workers.
+    A main process that was killed sends nothing, so the worker also looks whether it is there.
     """
-
-    if not hasattr(signal, "sigwaitinfo"):  # macOS
+    can_wait = hasattr(signal, "sigtimedwait")
+    if not can_wait:  # macOS
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        return
 
     def watch() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-            pass
+        while os.getppid() == parent:
+            if not can_wait:
+                time.sleep(PARENT_CHECK_SECONDS)
+                continue
+            received = signal.sigtimedwait({signal.SIGTERM}, PARENT_CHECK_SECONDS)
+            if received is not None and received.si_pid == parent:
+                break
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()

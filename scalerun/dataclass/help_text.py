@@ -47,7 +47,7 @@ def _add(section: Any, flag: Flag) -> None:
     text = flag.help
     if flag.choices is not None:
         text += f" (choices: {', '.join(flag.choices)})"
-    if value is not None and value != [] and value != {}:
+    if value is not None and value not in ([], {}, ""):
         text += f" (default: {_shown(value)})"
     if flag.positional:
         section.add_argument(flag.field, help=_plain(text), metavar=flag.name, nargs="?")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from scalerun.dataclass.errors import ConfigError
 
@@ -54,6 +54,9 @@ class ScalerunDataclass:
 
     ``_name`` is the registered name under which the component was chosen (None for plain sections).
     """
+
+    free_settings: ClassVar[frozenset[str]] = frozenset()
+    """Settings of a model that may change when a run goes on: they do not change its function."""
 
     _name: str | None = None
     _read_only: bool = False

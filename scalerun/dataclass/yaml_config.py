@@ -31,7 +31,11 @@ def read_yaml(path: Path) -> DictConfig:
     try:
         loaded = OmegaConf.load(path)
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        reason = getattr(error, "strerror", None)
+        if isinstance(error, UnicodeDecodeError):
+            reason = "it is not UTF-8 text"
+        elif reason is None:
+            raise ConfigError(f"--config {path} must be a mapping of settings") from error
         raise ConfigError(f"--config {path} cannot be read: {reason}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -84,7 +88,7 @@ def merge_group(
             typed = OmegaConf.structured(type(group), flags={"allow_objects": False})
             merged = OmegaConf.merge(typed, OmegaConf.masked_copy(values, [key]))
             value = OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)[key]  # type: ignore[index,call-overload]
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"{where} sets {dotted} to a wrong value: {reason}") from error
         setattr(group, key, value)

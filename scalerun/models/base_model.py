@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 
+from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.modules.init import initialize
 from scalerun.registry import Registry, unknown_name
@@ -48,6 +49,43 @@ class BaseModel(nn.Module, ABC):
         """Compile each shard unit in place; to be called before sharding."""
         for unit in self.shard_units():
             unit.compile(backend=backend, fullgraph=fullgraph)
+
+
+class Architecture:
+    """What a checkpoint's weights mean: the settings of the model that computes with them.
+
+    Equal shapes do not make equal functions: another number of heads or another activation would
+    go on with the weights without a word.
+
+    Args:
+        cfg: the model's configuration; its ``free_settings`` may change in mid-run.
+    """
+
+    def __init__(self, cfg: ScalerunDataclass) -> None:
+        self.settings = {
+            name: value
+            for name, value in cfg.to_dict().items()
+            if name != "_name" and name not in cfg.free_settings
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The settings, as JSON values."""
+        return {"settings": self.settings}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check that a checkpoint was made by the same function.
+
+        Raises:
+            UserError: it was not; names the first setting that differs.
+        """
+        saved = state["settings"]
+        for name in sorted(saved.keys() | self.settings.keys()):
+            before, now = saved.get(name), self.settings.get(name)
+            if before != now:
+                raise UserError(
+                    f"the checkpoint was trained with --{name.replace('_', '-')} {before}, not "
+                    f"{now}; use the architecture that it was trained with"
+                )
 
 
 MODEL_REGISTRY: Registry[BaseModel] = Registry("--arch", BaseModel)  # type: ignore[type-abstract]

@@ -48,6 +48,20 @@ class Axes:
 class TransformerConfig(ScalerunDataclass):
     """Settings of a decoder; TorchScale's names and, where it trains well, its defaults."""
 
+    free_settings = frozenset(
+        {
+            "dropout",
+            "no_emb_dropout",
+            "drop_path_rate",
+            "attention_dropout",
+            "activation_dropout",
+            "max_target_positions",
+            "init",
+            "megatron_init_sigma",
+            "checkpoint_activations",
+        }
+    )
+
     decoder_embed_dim: int = option(768, "width of the model")
     decoder_attention_heads: int = option(12, "attention heads; must divide --decoder-embed-dim")
     decoder_ffn_embed_dim: int = option(3072, "inner width of the feed-forward layers")

@@ -144,8 +144,9 @@ class BaseTask(ABC):
         own = self.state_dict()
         if state["vocabulary"] != own["vocabulary"]:
             raise UserError(
-                f"the checkpoint was trained with another vocabulary ({state['vocabulary_size']} "
-                f"symbols; --tokenizer now gives {own['vocabulary_size']}); give the tokenizer "
+                "the checkpoint was trained with another vocabulary (digest "
+                f"{state['vocabulary'][:8]}, {state['vocabulary_size']} symbols; --tokenizer now "
+                f"gives {own['vocabulary'][:8]}, {own['vocabulary_size']}); give the tokenizer "
                 "that it was trained with"
             )
 

@@ -95,7 +95,8 @@ class StreamingLanguageModelingTask(BaseTask):
         self.seed = seed
         self.cache_dir = cache_dir
         self.quarantine = QuarantineFile(quarantine)
-        self._reports: list[dict[str, Any]] = []
+        self._described: dict[Any, int] = {}
+        """Shards of each dataset that the last report covered."""
 
     @classmethod
     def setup_task(
@@ -138,7 +139,6 @@ class StreamingLanguageModelingTask(BaseTask):
             quarantine=self.quarantine,
         )
         dataset.open_first()
-        self._reports.append(_describe(dataset))
         return dataset
 
     def valid_subsets(self, names: Sequence[str]) -> list[str]:
@@ -157,11 +157,14 @@ class StreamingLanguageModelingTask(BaseTask):
         )
 
     def data_report(self) -> list[dict[str, Any]]:
-        reports, self._reports = self._reports, []
-        for dataset in self._datasets.values():
+        reports = []
+        for key, dataset in self._datasets.items():
             assert isinstance(dataset, StreamingTextDataset)
             reports += dataset.reports
             dataset.reports = []
+            if self._described.get(key) != len(dataset.summaries):
+                self._described[key] = len(dataset.summaries)
+                reports.append(_describe(dataset))
         return reports
 
 
@@ -173,7 +176,7 @@ def usable_cpus() -> int:
 
 
 def _describe(dataset: StreamingTextDataset) -> dict[str, Any]:
-    """What is known of a split once its first shard has been read."""
+    """Totals of the shards of a split that have been read so far."""
     return {
         "event": "data",
         "subset": dataset.name,
