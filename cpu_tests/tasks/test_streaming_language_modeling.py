@@ -72,7 +72,7 @@ def test_the_report_tells_what_was_read_and_left_out_once(make_task, corpus, tmp
         make_task().load_dataset("train")
     task = make_task(bad_records="skip")
     task.load_dataset("train")
-    data, bad = task.data_report()
+    bad, data = task.data_report()
     assert data["event"] == "data"
     assert (data["lines"], data["lines_documents"]) == (16, 14)
     assert (data["lines_blank"], data["lines_quarantined"]) == (1, 1)
