@@ -1,4 +1,5 @@
 import errno
+import io
 import os
 import pickle
 import resource
@@ -132,3 +133,14 @@ def test_a_write_that_fails_gives_the_systems_own_error(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert error.value.errno == errno.EFBIG
+
+
+def test_getattr_in_an_index_reaches_enum_members_only():
+    """Early releases of Python 3.11 pickle enum members through it."""
+    member = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    found = storage._MetadataUnpickler(
+        io.BytesIO(member + b"S'TORCH_CONTIGUOUS_FORMAT'\ntR.")
+    ).load()
+    assert found.name == "TORCH_CONTIGUOUS_FORMAT"
+    with pytest.raises(pickle.UnpicklingError, match="not allowed"):
+        storage._MetadataUnpickler(io.BytesIO(member + b"S'__class__'\ntR.")).load()
