@@ -11,6 +11,7 @@ import scalerun.criterions.cross_entropy as module
 from scalerun.criterions.base_criterion import build_criterion
 from scalerun.criterions.cross_entropy import CrossEntropyConfig, cross_entropy_sum
 from scalerun.data.batch import IGNORE_INDEX, Batch
+from scalerun.modules.auxiliary import Auxiliary
 
 
 @pytest.fixture
@@ -142,13 +143,13 @@ def test_overwritten_logits_are_never_taken_for_logits(logits_and_targets):
 
 
 class Bigram(nn.Module):
-    def __init__(self, aux_loss=None):
+    def __init__(self, *reports):
         super().__init__()
         self.table = nn.Parameter(torch.randn(11, 11, generator=torch.Generator().manual_seed(0)))
-        self.aux_loss = aux_loss
+        self.reports = reports
 
     def forward(self, tokens_BT, positions_BT=None, document_ids_BT=None):
-        return SimpleNamespace(logits=self.table[tokens_BT], aux_loss=self.aux_loss)
+        return SimpleNamespace(logits=self.table[tokens_BT], reports=self.reports)
 
 
 def batch_of(targets):
@@ -171,7 +172,10 @@ def test_the_criterion_sums_over_the_batchs_targets(logits_and_targets):
 def test_the_models_own_loss_is_handed_on_and_logged(logits_and_targets):
     _, targets = logits_and_targets
     aux = torch.tensor(0.5, requires_grad=True)
-    output = build_criterion(CrossEntropyConfig())(Bigram(aux), batch_of(targets))
-    assert output.aux_loss is aux
-    assert output.stats["aux_loss"] == 0.5
+    reports = [Auxiliary(aux, {"entropy": torch.tensor(h)}) for h in (1.0, 2.0)]
+    output = build_criterion(CrossEntropyConfig())(Bigram(*reports), batch_of(targets))
+    assert output.aux_loss == 1.0
+    assert output.aux_loss.requires_grad
+    assert output.stats["aux_loss"] == 1.0
+    assert output.stats["entropy"] == 1.5
     assert not output.stats["aux_loss"].requires_grad

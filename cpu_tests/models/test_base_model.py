@@ -17,8 +17,9 @@ from scalerun.models.base_model import (
 from scalerun.models.blocks import TransformerParts
 from scalerun.models.transformer_config import TransformerConfig
 from scalerun.models.transformer_lm import TransformerLM
+from scalerun.modules.block_context import BlockContext
 from scalerun.modules.incremental_state import KVCache
-from scalerun.modules.mixer import BlockContext, Mixer
+from scalerun.modules.mixer import Mixer
 
 CPU = torch.device("cpu")
 

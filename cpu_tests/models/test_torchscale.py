@@ -144,15 +144,16 @@ def test_logits_are_those_of_torchscale(name: str) -> None:
 
 def test_version_0_3_0_moves_the_norms_of_deepnorm() -> None:
     fields = {**SIZES, "deepnorm": True}
-    assert convert_config(fields, version="main")[1].residual == "pre_norm"
-    assert convert_config(fields, version="0.3.0")[1].residual == "deep_norm"
+    assert convert_config(fields, version="main")[1].axes.residual == "pre_norm"
+    assert convert_config(fields, version="0.3.0")[1].axes.residual == "deep_norm"
     fields = {**SIZES, "subln": True, "decoder_normalize_before": False}
-    assert convert_config(fields, version="main")[1].residual == "post_norm"
-    assert convert_config(fields, version="0.3.0")[1].residual == "pre_norm"
+    assert convert_config(fields, version="main")[1].axes.residual == "post_norm"
+    assert convert_config(fields, version="0.3.0")[1].axes.residual == "pre_norm"
 
 
 def test_deepnorm_outranks_the_default_subln() -> None:
-    cfg, axes = convert_config({**SIZES, "deepnorm": True}, version="0.3.0")
+    cfg, stack = convert_config({**SIZES, "deepnorm": True}, version="0.3.0")
+    axes = stack.axes
     assert cfg.deepnorm
     assert not cfg.subln
     assert not axes.inner_norm

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from scalerun.modules.attention import Attention, AttentionInit, attend
-from scalerun.modules.mixer import BlockContext
+from scalerun.modules.block_context import BlockContext
 from scalerun.modules.norm import LayerNorm
 
 CAUSAL = BlockContext(causal=True)

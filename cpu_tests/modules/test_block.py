@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from scalerun.modules.attention import Attention, AttentionInit
 from scalerun.modules.block import TransformerBlock
+from scalerun.modules.block_context import BlockContext
 from scalerun.modules.feed_forward import FeedForward, FeedForwardInit
-from scalerun.modules.mixer import BlockContext
 from scalerun.modules.norm import LayerNorm
 from scalerun.modules.residual import (
     DeepNorm,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from scalerun.modules.block_context import BlockContext
 from scalerun.modules.residual import (
     DeepNorm,
     PostNorm,
@@ -29,17 +30,17 @@ def test_the_factor_is_on_the_stream_and_the_norm_in_its_place(
 ) -> None:
     residual = kind(Halve(), alpha=3.0)
     x, y = torch.tensor([[[4.0]]]), torch.tensor([[[1.0]]])
-    assert residual.before(x).item() == seen
-    assert residual.after(x, y).item() == result
+    assert residual.before(x, BlockContext()).item() == seen
+    assert residual.after(x, y, BlockContext()).item() == result
 
 
 def test_only_the_branch_is_dropped() -> None:
     residual = PreNorm(Halve(), dropout=0.5, drop_path=0.5)
     x, y = torch.full((64, 8, 4), 10.0), torch.ones(64, 8, 4)
-    values = set(residual.after(x, y).unique().tolist())
+    values = set(residual.after(x, y, BlockContext()).unique().tolist())
     assert values == {10.0, 14.0}
     residual.eval()
-    assert torch.equal(residual.after(x, y), x + y)
+    assert torch.equal(residual.after(x, y, BlockContext()), x + y)
 
 
 def test_factors_and_gains_have_the_papers_values() -> None:

@@ -82,7 +82,7 @@ def test_it_has_the_plain_decoders_parameters_and_the_gains(config, model):
     plain = build(ARCH_REGISTRY.config_for("lm_tiny").replace(
         decoder_embed_dim=16, decoder_ffn_embed_dim=32, decoder_layers=2
     ))  # fmt: skip
-    gains = 2 * config.decoder_layers * config.head_dim
+    gains = 2 * config.decoder_layers * config.decoder_stack().head_dim
     count = sum(p.numel() for p in model.parameters())
     assert count == sum(p.numel() for p in plain.parameters()) + gains
 

@@ -22,6 +22,7 @@ from scalerun.models.blocks import TransformerParts
 from scalerun.models.transformer_config import TransformerConfig
 from scalerun.models.transformer_lm import TransformerLM
 from scalerun.modules.attention import Attention, AttentionInit
+from scalerun.modules.block_context import BlockContext
 from scalerun.modules.mixer import Mixer
 from scalerun.modules.norm import RMSNorm
 
@@ -62,8 +63,8 @@ class QKNormAttention(Attention):
         self.q_norm = RMSNorm(dim // num_heads, eps)
         self.k_norm = RMSNorm(dim // num_heads, eps)
 
-    def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q_BHTK, k_BHTK, v_BHTK = super().project(x_BTD)
+    def project(self, x_BTD: Tensor, context: BlockContext) -> tuple[Tensor, Tensor, Tensor]:
+        q_BHTK, k_BHTK, v_BHTK = super().project(x_BTD, context)
         # Under autocast the gains are wider than the projections; attention wants one type.
         q_BHTK, k_BHTK = self.q_norm(q_BHTK).to(q_BHTK), self.k_norm(k_BHTK).to(k_BHTK)
         return q_BHTK, k_BHTK, v_BHTK
@@ -75,14 +76,13 @@ class QKNormParts(TransformerParts):
     cfg: QKNormConfig
 
     def mixer(self, layer: int) -> Mixer:
-        cfg = self.cfg
         return QKNormAttention(
-            cfg.decoder_embed_dim,
-            cfg.decoder_attention_heads,
+            self.stack.dim,
+            self.stack.num_heads,
             init=self.weights.attention,
-            eps=cfg.qk_norm_eps,
-            dropout=cfg.attention_dropout,
-            inner_norm=self.norm(cfg.decoder_embed_dim) if self.axes.inner_norm else None,
+            eps=self.cfg.qk_norm_eps,
+            dropout=self.cfg.attention_dropout,
+            inner_norm=self.norm(self.stack.dim) if self.axes.inner_norm else None,
         )
 
 

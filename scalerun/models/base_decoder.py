@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from scalerun.models.base_model import BaseModel
+from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.incremental_state import IncrementalState
 
 
@@ -16,8 +17,8 @@ class DecoderOutput(NamedTuple):
 
     logits: Tensor
     """(B, T, V), or (B, 1, V) when only the last token's were asked for."""
-    aux_loss: Tensor | None = None
-    """Sum of the layers' auxiliary losses, a scalar; None if no layer has one."""
+    reports: tuple[Auxiliary, ...] = ()
+    """One for each layer that has an auxiliary loss."""
 
 
 class BaseDecoder(BaseModel):
@@ -49,8 +50,14 @@ class BaseDecoder(BaseModel):
             last_token_only: compute the logits of the last token alone.
 
         Raises:
-            ValueError: more tokens than learned positions or than the state has room for.
+            ValueError: more tokens than learned positions or than the state has room for, or
+                documents for a model without :attr:`masks_documents`.
         """
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether ``document_ids_BT`` can be given."""
+        return True
 
     @abstractmethod
     def init_incremental_state(self, batch_size: int, max_length: int) -> IncrementalState:

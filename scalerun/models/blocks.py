@@ -1,4 +1,4 @@
-"""From the five axes of a configuration to parts: the only match on the names of parts."""
+"""From the five axes of a stack to parts: the only match on the names of parts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from scalerun.models import init_schemes
+from scalerun.models.attention_config import AttentionConfig
 from scalerun.models.init_schemes import ModelInit
-from scalerun.models.transformer_config import Axes, TransformerConfig
-from scalerun.modules.attention import Attention
+from scalerun.models.stack import Stack
+from scalerun.modules.attention import Attention, CrossAttention
 from scalerun.modules.block import TransformerBlock
 from scalerun.modules.drop_path import drop_path_rate_of_layer
 from scalerun.modules.embedding import InputEmbedding, TokenEmbedding
 from scalerun.modules.feed_forward import GLU, Activation, FeedForward, PerToken
 from scalerun.modules.linear import Linear
 from scalerun.modules.mixer import Mixer
+from scalerun.modules.multiway import Multiway, MultiwayPerToken
 from scalerun.modules.norm import LayerNorm, RMSNorm
 from scalerun.modules.positions.base_position import AbsolutePosition, BasePosition
 from scalerun.modules.positions.learned import LearnedPositions
@@ -31,49 +33,42 @@ ACTIVATIONS: dict[str, Activation] = {"relu": F.relu, "gelu": F.gelu, "swish": F
 
 
 class TransformerParts:
-    """Makes the parts of one decoder.
+    """Makes the parts of one stack, an encoder's or a decoder's.
 
     A new architecture overrides the method that makes its new part, and nothing else.
 
     Args:
-        cfg: sizes and rates.
+        cfg: rates, norms, positions.
+        stack: sizes, and which parts.
         vocab_size: rows of the embedding.
         padding_idx: number of the padding symbol.
-        axes: which parts; by default what ``cfg`` chooses.
     """
 
     def __init__(
-        self,
-        cfg: TransformerConfig,
-        *,
-        vocab_size: int,
-        padding_idx: int | None,
-        axes: Axes | None = None,
+        self, cfg: AttentionConfig, stack: Stack, *, vocab_size: int, padding_idx: int | None
     ) -> None:
         self.cfg = cfg
+        self.stack = stack
+        self.axes = stack.axes
         self.vocab_size = vocab_size
         self.padding_idx = padding_idx
-        self.axes = cfg.axes() if axes is None else axes
-        self.weights = self.init_scheme()
+        self.weights = self.init_scheme(self.axes.gain)
 
-    def init_scheme(self) -> ModelInit:
-        """How all weights start."""
-        cfg, gain, pad = self.cfg, self.axes.gain, self.padding_idx
-        dim = cfg.decoder_embed_dim
+    def init_scheme(self, gain: float) -> ModelInit:
+        """How all weights start; ``gain`` is that of value, output and feed-forward weights."""
+        stack, pad = self.stack, self.padding_idx
         match self.axes.init:
             case "paper":
-                return init_schemes.paper(dim, gain=gain, padding_idx=pad)
+                return init_schemes.paper(stack.dim, gain=gain, padding_idx=pad)
             case "torchscale":
-                return init_schemes.torchscale(
-                    dim, cfg.decoder_ffn_embed_dim, gain=gain, padding_idx=pad
-                )
+                return init_schemes.torchscale(stack.dim, stack.ffn_dim, gain=gain, padding_idx=pad)
             case "megatron":
                 return init_schemes.megatron(
-                    cfg.decoder_layers, sigma=cfg.megatron_init_sigma, padding_idx=pad
+                    stack.num_layers, sigma=self.cfg.megatron_init_sigma, padding_idx=pad
                 )
         raise AssertionError(self.axes.init)
 
-    def norm(self, dim: int) -> nn.Module:
+    def one_norm(self, dim: int) -> nn.Module:
         """A norm over ``dim`` features."""
         match self.axes.norm:
             case "layer_norm":
@@ -82,100 +77,149 @@ class TransformerParts:
                 return RMSNorm(dim, self.cfg.layernorm_eps)
         raise AssertionError(self.axes.norm)
 
+    def norm(self, dim: int) -> nn.Module:
+        """A norm over ``dim`` features, or one for each half of a multiway stack."""
+        if self.stack.multiway:
+            return Multiway(self.one_norm(dim), self.one_norm(dim))
+        return self.one_norm(dim)
+
     def mixer(self, layer: int) -> Mixer:
         """The part of a layer (from 0) that mixes tokens."""
-        cfg = self.cfg
         match self.axes.mixer:
             case "attention":
                 return Attention(
-                    cfg.decoder_embed_dim,
-                    cfg.decoder_attention_heads,
+                    self.stack.dim,
+                    self.stack.num_heads,
                     init=self.weights.attention,
-                    dropout=cfg.attention_dropout,
-                    inner_norm=self.norm(cfg.decoder_embed_dim) if self.axes.inner_norm else None,
+                    dropout=self.cfg.attention_dropout,
+                    inner_norm=self.norm(self.stack.dim) if self.axes.inner_norm else None,
+                    multiway=self.stack.multiway,
                 )
         raise AssertionError(self.axes.mixer)
 
+    def cross_mixer(self, layer: int) -> Mixer | None:
+        """The part of a layer (from 0) that reads an encoder's output; None without one.
+
+        As in TorchScale it has no inner norm, and SubLN does not scale its initial weights.
+        """
+        if not self.stack.cross_attention:
+            return None
+        gain = self.axes.gain if self.cfg.deepnorm else 1.0
+        return CrossAttention(
+            self.stack.dim,
+            self.stack.num_heads,
+            init=self.init_scheme(gain).attention,
+            dropout=self.cfg.attention_dropout,
+        )
+
     def ffn(self, layer: int) -> PerToken:
         """The per-token part of a layer (from 0)."""
-        cfg = self.cfg
+        if self.stack.multiway:
+            return MultiwayPerToken(self.dense_ffn(), self.dense_ffn())
+        return self.dense_ffn()
+
+    def dense_ffn(self) -> PerToken:
+        """A feed-forward layer that all tokens go through."""
         kinds: dict[str, type[FeedForward] | type[GLU]] = {"ffn": FeedForward, "glu": GLU}
         return kinds[self.axes.ffn](
-            cfg.decoder_embed_dim,
-            cfg.decoder_ffn_embed_dim,
+            self.stack.dim,
+            self.stack.ffn_dim,
             init=self.weights.ffn,
-            activation=ACTIVATIONS[cfg.activation_fn],
-            activation_dropout=cfg.activation_dropout,
-            inner_norm=self.norm(cfg.decoder_ffn_embed_dim) if self.axes.inner_norm else None,
+            activation=ACTIVATIONS[self.cfg.activation_fn],
+            activation_dropout=self.cfg.activation_dropout,
+            inner_norm=self.one_norm(self.stack.ffn_dim) if self.axes.inner_norm else None,
         )
 
     def residual(self, layer: int) -> Residual:
         """What surrounds each branch of a layer (from 0)."""
-        cfg = self.cfg
         kinds: dict[str, Callable[..., Residual]] = {
             "pre_norm": PreNorm,
             "post_norm": PostNorm,
             "deep_norm": DeepNorm,
         }
         return kinds[self.axes.residual](
-            self.norm(cfg.decoder_embed_dim),
+            self.norm(self.stack.dim),
             alpha=self.axes.alpha,
-            dropout=cfg.dropout,
+            dropout=self.cfg.dropout,
             drop_path=drop_path_rate_of_layer(
-                cfg.drop_path_rate, layer=layer, num_layers=cfg.decoder_layers
+                self.cfg.drop_path_rate, layer=layer, num_layers=self.stack.num_layers
             ),
         )
 
     def block(self, layer: int) -> TransformerBlock:
         """A whole layer (from 0)."""
+        cross_mixer = self.cross_mixer(layer)
         return TransformerBlock(
             self.mixer(layer),
             self.ffn(layer),
             mixer_residual=self.residual(layer),
             ffn_residual=self.residual(layer),
+            cross_mixer=cross_mixer,
+            cross_residual=None if cross_mixer is None else self.residual(layer),
         )
+
+    def blocks(self) -> list[TransformerBlock]:
+        """All layers, in order."""
+        return [self.block(layer) for layer in range(self.stack.num_layers)]
 
     def absolute_position(self) -> AbsolutePosition | None:
         """What is added to the embedding."""
-        cfg = self.cfg
         match self.axes.absolute_position:
             case "learned":
                 return LearnedPositions(
-                    cfg.max_target_positions, cfg.decoder_embed_dim, init=self.weights.positions
+                    self.stack.max_positions, self.stack.dim, init=self.weights.positions
                 )
             case "sinusoidal":
-                return SinusoidalPositions(cfg.decoder_embed_dim)
+                return SinusoidalPositions(self.stack.dim)
             case "none":
                 return None
         raise AssertionError(self.axes.absolute_position)
 
     def relative_position(self) -> BasePosition | None:
         """What the mixers are handed."""
-        cfg = self.cfg
         match self.axes.relative_position:
             case "rotary":
-                return Rotary(cfg.head_dim)
+                return Rotary(self.stack.head_dim)
             case "xpos":
-                return XPos(cfg.head_dim, cfg.xpos_scale_base)
+                return XPos(self.stack.head_dim, self.cfg.xpos_scale_base)
             case "relative_bias":
-                return RelativeBias(
-                    cfg.rel_pos_buckets,
-                    cfg.max_rel_pos,
-                    num_heads=cfg.decoder_attention_heads,
-                    init=self.weights.relative_bias,
-                )
+                return self.relative_bias()
             case "none":
                 return None
         raise AssertionError(self.axes.relative_position)
 
-    def embedding(self) -> InputEmbedding:
-        """From token numbers to the first layer's input."""
-        cfg = self.cfg
-        dim = cfg.decoder_embed_dim
+    def relative_bias(self) -> RelativeBias:
+        """A table of score biases."""
+        return RelativeBias(
+            self.cfg.rel_pos_buckets,
+            self.cfg.max_rel_pos,
+            num_heads=self.stack.num_heads,
+            init=self.weights.relative_bias,
+        )
+
+    def cross_position(self) -> RelativeBias | None:
+        """The score biases of cross-attention; only relative biases have a form for it."""
+        biased = self.axes.relative_position == "relative_bias"
+        return self.relative_bias() if biased and self.stack.cross_attention else None
+
+    def token_embedding(self) -> TokenEmbedding:
+        """The table of token vectors."""
+        return TokenEmbedding(
+            self.vocab_size,
+            self.stack.dim,
+            padding_idx=self.padding_idx,
+            init=self.weights.embedding,
+        )
+
+    def embedding(self, tokens: TokenEmbedding | None = None) -> InputEmbedding:
+        """From token numbers to the first layer's input.
+
+        Args:
+            tokens: a table to share; None for one of its own.
+        """
+        cfg, dim = self.cfg, self.stack.dim
         return InputEmbedding(
-            TokenEmbedding(
-                self.vocab_size, dim, padding_idx=self.padding_idx, init=self.weights.embedding
-            ),
+            self.token_embedding() if tokens is None else tokens,
             self.absolute_position(),
             norm=self.norm(dim) if cfg.layernorm_embedding else None,
             scale=1.0 if cfg.no_scale_embedding else math.sqrt(dim),
@@ -184,12 +228,10 @@ class TransformerParts:
 
     def final_norm(self) -> nn.Module | None:
         """The norm after the last block; a post-norm stack has none."""
-        return self.norm(self.cfg.decoder_embed_dim) if self.axes.residual == "pre_norm" else None
+        return self.norm(self.stack.dim) if self.stack.final_norm else None
 
     def output_projection(self) -> Linear | None:
         """From features to logits; None to use the token embedding."""
-        if self.cfg.share_decoder_input_output_embed:
+        if self.stack.tied_output:
             return None
-        return Linear(
-            self.cfg.decoder_embed_dim, self.vocab_size, init=self.weights.output, bias=False
-        )
+        return Linear(self.stack.dim, self.vocab_size, init=self.weights.output, bias=False)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.models.blocks import TransformerParts
-from scalerun.models.transformer_config import Axes, TransformerConfig
+from scalerun.models.stack import Stack
+from scalerun.models.transformer_config import TransformerConfig
 from scalerun.models.transformer_lm import TransformerLM
 from scalerun.modules.positions.learned import OFFSET
 from scalerun.modules.positions.xpos import pair_scales
@@ -100,7 +101,7 @@ RENAMES = (
 )
 
 
-def convert_config(fields: Mapping[str, Any], *, version: str) -> tuple[TransformerConfig, Axes]:
+def convert_config(fields: Mapping[str, Any], *, version: str) -> tuple[TransformerConfig, Stack]:
     """The configuration and the parts that TorchScale builds from a ``DecoderConfig``.
 
     Args:
@@ -129,7 +130,10 @@ def convert_config(fields: Mapping[str, Any], *, version: str) -> tuple[Transfor
     cfg = TransformerConfig(**settings, deepnorm=deepnorm, subln=subln, init="torchscale")
     cfg.validate()
     moved = "pre_norm" if before else "deep_norm" if deepnorm else "post_norm"
-    return cfg, replace(cfg.axes(), residual=moved)
+    stack = cfg.decoder_stack()
+    return cfg, replace(
+        stack, axes=replace(stack.axes, residual=moved), final_norm=moved == "pre_norm"
+    )
 
 
 def convert_state_dict(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -174,7 +178,7 @@ def load_decoder(
         ConfigError: the configuration is not one of a dense decoder.
         UserError: keys or shapes do not fit the configuration.
     """
-    cfg, axes = convert_config(fields, version=version)
+    cfg, stack = convert_config(fields, version=version)
     weights = convert_state_dict(state)
     if "embedding.tokens.weight" not in weights:
         raise UserError("the state dict has no embed_tokens.weight")
@@ -184,14 +188,14 @@ def load_decoder(
     table = weights.get("embedding.positions.weight")
     if table is not None:
         positions = "learned"
-        cfg = cfg.replace(max_target_positions=table.shape[0] - OFFSET)
+        stack = replace(stack, max_positions=table.shape[0] - OFFSET)
     if cfg.share_decoder_input_output_embed:
         _drop_tied(weights)
-    axes = replace(axes, absolute_position=positions)
+    stack = replace(stack, axes=replace(stack.axes, absolute_position=positions))
     vocab_size = weights["embedding.tokens.weight"].shape[0]
     with torch.device("meta"):
-        model = TransformerLM.from_parts(
-            TransformerParts(cfg, vocab_size=vocab_size, padding_idx=padding_idx, axes=axes)
+        model = TransformerLM(
+            TransformerParts(cfg, stack, vocab_size=vocab_size, padding_idx=padding_idx)
         )
     model.to_empty(device="cpu")
     _check_fit(model.state_dict(), weights)

@@ -29,20 +29,10 @@ class TransformerLM(TransformerDecoder):
         cls, cfg: ScalerunDataclass, *, vocab_size: int, padding_idx: int | None
     ) -> Self:
         assert isinstance(cfg, TransformerConfig)
-        return cls.from_parts(cls.parts_class(cfg, vocab_size=vocab_size, padding_idx=padding_idx))
-
-    @classmethod
-    def from_parts(cls, parts: TransformerParts) -> Self:
-        """The model that is made of these parts, with unset weights."""
-        return cls(
-            parts.embedding(),
-            [parts.block(layer) for layer in range(parts.cfg.decoder_layers)],
-            final_norm=parts.final_norm(),
-            output_projection=parts.output_projection(),
-            relative_position=parts.relative_position(),
-            max_positions=parts.cfg.max_target_positions,
-            checkpoint_activations=parts.cfg.checkpoint_activations,
+        parts = cls.parts_class(
+            cfg, cfg.decoder_stack(), vocab_size=vocab_size, padding_idx=padding_idx
         )
+        return cls(parts)
 
 
 @register_model_architecture(MODEL, "lm_tiny")

@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scalerun.modules import flash_attn
-from scalerun.modules.incremental_state import KVCache
+from scalerun.modules.block_context import BlockContext
+from scalerun.modules.incremental_state import KVCache, LayerState, SourceCache
 from scalerun.modules.init import LinearInit
 from scalerun.modules.linear import Linear
-from scalerun.modules.mixer import BlockContext, Mixer
+from scalerun.modules.mixer import Mixer
+from scalerun.modules.multiway import Multiway, route
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Attention(Mixer):
         dropout: rate of softmax weights set to 0 in training.
         inner_norm: norm over the joined heads, before the output projection (SubLN; Wang et al.
             2022, arXiv:2210.06423).
+        multiway: give each projection a half of its own for either kind of token.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Attention(Mixer):
         init: AttentionInit,
         dropout: float = 0.0,
         inner_norm: nn.Module | None = None,
+        multiway: bool = False,
     ) -> None:
         super().__init__()
         if dim % num_heads:
@@ -79,44 +83,56 @@ class Attention(Mixer):
         self.dim = dim
         self.num_heads = num_heads
         self.dropout = dropout
-        self.q_proj = Linear(dim, dim, init=init.q)
-        self.k_proj = Linear(dim, dim, init=init.k)
-        self.v_proj = Linear(dim, dim, init=init.v)
+        self.q_proj = _projection(dim, init.q, multiway=multiway)
+        self.k_proj = _projection(dim, init.k, multiway=multiway)
+        self.v_proj = _projection(dim, init.v, multiway=multiway)
         self.inner_norm = inner_norm
-        self.out_proj = Linear(dim, dim, init=init.out)
+        self.out_proj = _projection(dim, init.out, multiway=multiway)
 
     def forward(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
-        q_BHTK, k_BHSK, v_BHSK = self.project(x_BTD)
+        q_BHTK, k_BHSK, v_BHSK = self.project(x_BTD, context)
         if context.rotation is not None:
             q_BHTK, k_BHSK = context.rotation(q_BHTK, k_BHSK)
+        y_BHTK = self.mix(q_BHTK, k_BHSK, v_BHSK, context)
+        return self.join(y_BHTK, context)
+
+    def project(self, x_BTD: Tensor, context: BlockContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the new tokens, each (B, H, T, K)."""
+        # One product with the joined weights was never faster in training: its gradient has to be
+        # copied together.
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (self.heads(route(layer, x_BTD, context)) for layer in layers)
+        return q, k, v
+
+    def heads(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, D) as (B, H, T, K)."""
+        return x_BTD.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+
+    def mix(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, context: BlockContext) -> Tensor:
+        """What each query reads of the keys so far, the new ones included: (B, H, T, K)."""
         if context.state is not None:
             assert isinstance(context.state, KVCache)
-            k_BHSK, v_BHSK = context.state.append(k_BHSK, v_BHSK, start=context.start)
+            k_BHTK, v_BHTK = context.state.append(k_BHTK, v_BHTK, start=context.start)
         y_BHTK = attend(
             q_BHTK,
-            k_BHSK,
-            v_BHSK,
+            k_BHTK,
+            v_BHTK,
             bias_BHTS=context.bias_BHTS,
             causal=context.causal,
             dropout=self.dropout if self.training else 0.0,
         )
         if context.empty_rows_B1T1 is not None:
             y_BHTK = y_BHTK.masked_fill(context.empty_rows_B1T1, 0.0)
+        return y_BHTK
+
+    def join(self, y_BHTK: Tensor, context: BlockContext) -> Tensor:
+        """The heads, normed if there is an inner norm, through the output projection."""
         y_BTD = y_BHTK.transpose(1, 2).flatten(2)
         if self.inner_norm is not None:
-            y_BTD = self.inner_norm(y_BTD)
-        return self.out_proj(y_BTD)
+            y_BTD = route(self.inner_norm, y_BTD, context)
+        return route(self.out_proj, y_BTD, context)
 
-    def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each (B, H, T, K)."""
-        # One product with the joined weights was never faster in training: its gradient has to be
-        # copied together.
-        shape = (*x_BTD.shape[:2], self.num_heads, self.dim // self.num_heads)
-        layers = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (layer(x_BTD).view(shape).transpose(1, 2) for layer in layers)
-        return q, k, v
-
-    def init_state(self, batch_size: int, max_length: int) -> KVCache:
+    def init_state(self, batch_size: int, max_length: int) -> LayerState:
         return KVCache(max_length)
 
     def num_active_weights(self) -> int:
@@ -124,3 +140,47 @@ class Attention(Mixer):
 
     def mixing_flops_per_token(self, sequence_length: int) -> int:
         return 12 * self.dim * sequence_length
+
+
+class CrossAttention(Attention):
+    """Attention from the tokens of one sequence to another, encoded one: ``context.source``.
+
+    No rotation is applied. With a decoding state the source is projected once.
+    """
+
+    def forward(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
+        source = context.source
+        if source is None:
+            raise ValueError("cross-attention has no source; hand the encoder's output in")
+        k_BHMK, v_BHMK = self.project_source(source.features_BMD, context)
+        y_BHTK = attend(
+            self.heads(self.q_proj(x_BTD)),
+            k_BHMK,
+            v_BHMK,
+            bias_BHTS=source.bias_BHTM,
+            dropout=self.dropout if self.training else 0.0,
+        )
+        if source.empty_rows_B1T1 is not None:
+            y_BHTK = y_BHTK.masked_fill(source.empty_rows_B1T1, 0.0)
+        return self.join(y_BHTK, context)
+
+    def project_source(self, features_BMD: Tensor, context: BlockContext) -> tuple[Tensor, Tensor]:
+        """Keys and values of the source, each (B, H, M, K)."""
+        cache = context.state
+        if isinstance(cache, SourceCache) and cache.keys_BHMK is not None:
+            assert cache.values_BHMK is not None
+            return cache.keys_BHMK, cache.values_BHMK
+        k, v = (self.heads(layer(features_BMD)) for layer in (self.k_proj, self.v_proj))
+        if isinstance(cache, SourceCache):
+            cache.keys_BHMK, cache.values_BHMK = k, v
+        return k, v
+
+    def init_state(self, batch_size: int, max_length: int) -> LayerState:
+        return SourceCache()
+
+
+def _projection(dim: int, init: LinearInit, *, multiway: bool) -> nn.Module:
+    """A layer D -> D with bias, or a pair of them."""
+    if multiway:
+        return Multiway(Linear(dim, dim, init=init), Linear(dim, dim, init=init))
+    return Linear(dim, dim, init=init)

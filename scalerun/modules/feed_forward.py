@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from scalerun.modules.auxiliary import Auxiliary
+from scalerun.modules.block_context import BlockContext
 from scalerun.modules.drop_path import dropout
 from scalerun.modules.init import LinearInit
 from scalerun.modules.linear import Linear
@@ -29,10 +31,10 @@ class FeedForwardInit:
 
 
 class PerToken(nn.Module, ABC):
-    """Computes on each token alone: (B, T, D) -> (B, T, D) and an auxiliary loss or None."""
+    """Computes on each token alone: (B, T, D) -> (B, T, D) and an auxiliary report or None."""
 
     @abstractmethod
-    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]: ...
+    def forward(self, x_BTD: Tensor, context: BlockContext) -> tuple[Tensor, Auxiliary | None]: ...
 
     @abstractmethod
     def num_active_weights(self) -> int:
@@ -68,7 +70,7 @@ class FeedForward(PerToken):
         self.inner_norm = inner_norm
         self.fc2 = Linear(ffn_dim, dim, init=init.fc2)
 
-    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x_BTD: Tensor, context: BlockContext) -> tuple[Tensor, Auxiliary | None]:
         h_BTF = self.activation(self.fc1(x_BTD))
         h_BTF = dropout(h_BTF, self.activation_dropout, training=self.training)
         if self.inner_norm is not None:
@@ -104,7 +106,7 @@ class GLU(PerToken):
         self.inner_norm = inner_norm
         self.fc2 = Linear(ffn_dim, dim, init=init.fc2, bias=False)
 
-    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x_BTD: Tensor, context: BlockContext) -> tuple[Tensor, Auxiliary | None]:
         h_BTF = self.activation(self.fc1(x_BTD)) * self.gate(x_BTD)
         h_BTF = dropout(h_BTF, self.activation_dropout, training=self.training)
         if self.inner_norm is not None:

@@ -1,12 +1,13 @@
 """What a decoder remembers between calls: one state per layer, and where the sequences stand.
 
-B batch, H heads, T new tokens, S keys so far, K width of a head.
+B batch, H heads, T new tokens, S keys so far, M source tokens, K width of a head, D model width.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -50,6 +51,49 @@ class KVCache(LayerState):
             self.values_BHSK = self.values_BHSK.index_select(0, order)
 
 
+class SourceCache(LayerState):
+    """Keys and values of an encoded source, projected once."""
+
+    def __init__(self) -> None:
+        self.keys_BHMK: Tensor | None = None
+        self.values_BHMK: Tensor | None = None
+
+    def reorder(self, order: Tensor) -> None:
+        if self.keys_BHMK is not None and self.values_BHMK is not None:
+            self.keys_BHMK = self.keys_BHMK.index_select(0, order)
+            self.values_BHMK = self.values_BHMK.index_select(0, order)
+
+
+class BlockState(LayerState):
+    """The memory of a block with two mixers: its own sequence's and the source's."""
+
+    def __init__(self, mixer: LayerState, cross: LayerState) -> None:
+        self.mixer = mixer
+        self.cross = cross
+
+    def reorder(self, order: Tensor) -> None:
+        self.mixer.reorder(order)
+        self.cross.reorder(order)
+
+
+@dataclass(frozen=True)
+class EncodedSource:
+    """An encoder's output, for a decoder to read."""
+
+    features_BMD: Tensor
+    """(B, M, D)"""
+    padding_BM: Tensor | None = None
+    """(B, M) bool, True for padding; None if there is none."""
+
+    def reorder(self, order: Tensor) -> EncodedSource:
+        """With row ``order[i]`` as row i."""
+        padding = self.padding_BM
+        return EncodedSource(
+            self.features_BMD.index_select(0, order),
+            None if padding is None else padding.index_select(0, order),
+        )
+
+
 class IncrementalState:
     """The memory of a decoder for a batch of sequences that grow together.
 
@@ -65,6 +109,8 @@ class IncrementalState:
         self.max_length = max_length
         self.length = 0
         """Tokens (padding included) that every sequence has so far."""
+        self.source: EncodedSource | None = None
+        """What the decoder's cross-attention reads."""
         self._padding_BS: Tensor | None = None
         self._positions_BS: Tensor | None = None
 
@@ -118,6 +164,8 @@ class IncrementalState:
         """
         for layer in self.layers:
             layer.reorder(order)
+        if self.source is not None:
+            self.source = self.source.reorder(order)
         if self._padding_BS is not None and self._positions_BS is not None:
             self._padding_BS = self._padding_BS.index_select(0, order)
             self._positions_BS = self._positions_BS.index_select(0, order)

@@ -10,7 +10,9 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
+from scalerun.modules.block_context import BlockContext
 from scalerun.modules.drop_path import drop_path, dropout
+from scalerun.modules.multiway import route
 
 
 class Residual(nn.Module, ABC):
@@ -38,11 +40,11 @@ class Residual(nn.Module, ABC):
         self.drop_path = drop_path
 
     @abstractmethod
-    def before(self, x_BTD: Tensor) -> Tensor:
+    def before(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
         """What the branch reads."""
 
     @abstractmethod
-    def after(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+    def after(self, x_BTD: Tensor, y_BTD: Tensor, context: BlockContext) -> Tensor:
         """The new stream, from the old one and the branch's output."""
 
     def add(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
@@ -55,21 +57,21 @@ class Residual(nn.Module, ABC):
 class PreNorm(Residual):
     """``alpha * x + branch(norm(x))``; alpha is 1 except in some models of TorchScale."""
 
-    def before(self, x_BTD: Tensor) -> Tensor:
-        return self.norm(x_BTD)
+    def before(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
+        return route(self.norm, x_BTD, context)
 
-    def after(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+    def after(self, x_BTD: Tensor, y_BTD: Tensor, context: BlockContext) -> Tensor:
         return self.add(x_BTD, y_BTD)
 
 
 class PostNorm(Residual):
     """``norm(x + branch(x))``, as in Vaswani et al. 2017, arXiv:1706.03762."""
 
-    def before(self, x_BTD: Tensor) -> Tensor:
+    def before(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
         return x_BTD
 
-    def after(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
-        return self.norm(self.add(x_BTD, y_BTD))
+    def after(self, x_BTD: Tensor, y_BTD: Tensor, context: BlockContext) -> Tensor:
+        return route(self.norm, self.add(x_BTD, y_BTD), context)
 
 
 class DeepNorm(PostNorm):

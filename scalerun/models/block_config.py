@@ -1,0 +1,102 @@
+"""The settings that every stack of blocks has; names and meanings are TorchScale's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scalerun.dataclass.errors import ConfigError
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
+
+MEGATRON_SIGMA = 0.006
+
+
+@dataclass
+class BlockConfig(ScalerunDataclass):
+    """Rates, norms and initial weights."""
+
+    free_settings = frozenset(
+        {
+            "dropout",
+            "no_emb_dropout",
+            "drop_path_rate",
+            "activation_dropout",
+            "init",
+            "megatron_init_sigma",
+            "checkpoint_activations",
+        }
+    )
+
+    activation_fn: str = option(
+        "gelu", "activation of the feed-forward layers", choices=("relu", "gelu", "swish")
+    )
+    dropout: float = option(0.0, "dropout on the embedding and on the output of each branch")
+    no_emb_dropout: bool = option(False, "no dropout on the embedding")
+    drop_path_rate: float = option(
+        0.0, "rate at which the last block's branches are dropped; grows linearly from 0"
+    )
+    activation_dropout: float = option(0.0, "dropout after the feed-forward activation")
+    no_scale_embedding: bool = option(
+        True, "do not multiply token embeddings by the square root of the width"
+    )
+    layernorm_embedding: bool = option(False, "norm after the embedding")
+    layernorm_eps: float = option(1e-5, "added to the variance in each norm")
+    deepnorm: bool = option(False, "DeepNorm: scaled post-norm residuals and initial weights")
+    subln: bool = option(False, "SubLN: a second norm in each branch, scaled initial weights")
+    init: str = option("paper", "how weights start", choices=("paper", "torchscale", "megatron"))
+    megatron_init_sigma: float = option(
+        MEGATRON_SIGMA, "standard deviation of initial weights with --init megatron"
+    )
+    checkpoint_activations: bool = option(
+        False, "keep only the input of each block and recompute the rest in the backward pass"
+    )
+
+    def validate(self) -> None:
+        for flag, rate in self.rates().items():
+            if not 0.0 <= rate < 1.0:
+                raise ConfigError(f"{flag} is {rate:g}; give a rate from 0 to below 1")
+        for flag, number in (
+            ("--layernorm-eps", self.layernorm_eps),
+            ("--megatron-init-sigma", self.megatron_init_sigma),
+        ):
+            if not 0.0 < number < math.inf:
+                raise ConfigError(f"{flag} is {number:g}; give a number above 0")
+        for contradicts, message in BLOCK_CONTRADICTIONS:
+            if contradicts(self):
+                raise ConfigError(message.format(cfg=self))
+
+    def rates(self) -> dict[str, float]:
+        """Every rate of dropping something, by flag."""
+        return {
+            "--dropout": self.dropout,
+            "--drop-path-rate": self.drop_path_rate,
+            "--activation-dropout": self.activation_dropout,
+        }
+
+    def residual(self, normalize_before: bool | None) -> str:
+        """Where the norms sit: before each branch by default, but after it with DeepNorm."""
+        if self.deepnorm:
+            return "deep_norm"
+        return "post_norm" if normalize_before is False else "pre_norm"
+
+
+BLOCK_CONTRADICTIONS: tuple[tuple[Callable[[BlockConfig], bool], str], ...] = (
+    (
+        lambda cfg: cfg.deepnorm and cfg.subln,
+        "--deepnorm and --subln exclude each other; give one of them",
+    ),
+    (
+        lambda cfg: cfg.deepnorm and cfg.init == "megatron",
+        "--init megatron sets its own scales and contradicts --deepnorm; give --init paper",
+    ),
+    (
+        lambda cfg: cfg.subln and cfg.init == "megatron",
+        "--init megatron sets its own scales and contradicts --subln; give --init paper",
+    ),
+    (
+        lambda cfg: cfg.init != "megatron" and cfg.megatron_init_sigma != MEGATRON_SIGMA,
+        "--megatron-init-sigma has no effect without --init megatron; add that or remove this",
+    ),
+)
+"""Combinations of these settings that make no sense, and the sentence that says so."""

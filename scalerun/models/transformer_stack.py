@@ -1,0 +1,104 @@
+"""What an encoder and a decoder have in common: an embedding and blocks.
+
+B batch, T new tokens, S keys (cached and new), D model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from scalerun.models.blocks import TransformerParts
+from scalerun.modules.auxiliary import Auxiliary
+from scalerun.modules.block import TransformerBlock
+from scalerun.modules.block_context import BlockContext
+from scalerun.modules.embedding import InputEmbedding
+from scalerun.modules.incremental_state import IncrementalState
+from scalerun.modules.positions.base_position import BasePosition
+
+
+class TransformerStack(nn.Module):
+    """Embedding, blocks and final norm, with the position scheme that all mixers are handed.
+
+    Args:
+        parts: makes all of them.
+        embedding: from token numbers to (B, T, D); None for one that the parts make.
+    """
+
+    def __init__(self, parts: TransformerParts, embedding: InputEmbedding | None = None) -> None:
+        super().__init__()
+        self.embedding = parts.embedding() if embedding is None else embedding
+        self.relative_position: BasePosition | None = parts.relative_position()
+        self.layers = nn.ModuleList(parts.blocks())
+        self.final_norm = parts.final_norm()
+        self.checkpoint_activations = parts.cfg.checkpoint_activations
+        self._max_positions = parts.stack.max_positions
+
+    def blocks(self) -> list[TransformerBlock]:
+        """The blocks, in order."""
+        return [layer for layer in self.layers if isinstance(layer, TransformerBlock)]
+
+    def shard_units(self) -> list[nn.Module]:
+        """Modules that are each compiled, recomputed and sharded as one."""
+        return list(self.layers)
+
+    def max_positions(self) -> int | None:
+        """The longest sequence (tokens) the stack is meant for."""
+        return self._max_positions
+
+    @property
+    def reads_bias(self) -> bool:
+        """Whether any mixer reads ``context.bias_BHTS``."""
+        return any(block.mixer.reads_bias for block in self.blocks())
+
+    def check_positions(self, positions_BT: Tensor | None, num_positions: int) -> None:
+        """Refuse positions that the table of the embedding does not have.
+
+        Raises:
+            ValueError: there are too many.
+        """
+        limit = self.embedding.num_positions()
+        if limit is None:
+            return
+        # On another device, looking at the largest position would stop the host.
+        if positions_BT is not None and positions_BT.device.type == "cpu":
+            num_positions = int(positions_BT.max()) + 1
+        if num_positions > limit:
+            raise ValueError(
+                f"{num_positions} tokens exceed the model's {limit} learned positions; shorten the "
+                "sequence or train with more (--max-target-positions, --max-source-positions)"
+            )
+
+    def run_layers(
+        self, x_BTD: Tensor, context: BlockContext, *, state: IncrementalState | None = None
+    ) -> tuple[Tensor, list[Auxiliary]]:
+        """The stream after the last block, and what the blocks report."""
+        reports = []
+        recompute = self.checkpoint_activations and torch.is_grad_enabled()
+        for i, layer in enumerate(self.layers):
+            if state is not None and state.layers:
+                context = replace(context, state=state.layers[i])
+            if recompute:
+                x_BTD, report = checkpoint(layer, x_BTD, context, use_reentrant=False)
+            else:
+                x_BTD, report = layer(x_BTD, context)
+            if report is not None:
+                reports.append(report)
+        return x_BTD, reports
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """Floating-point operations of a token's forward and backward in the blocks."""
+        blocks = self.blocks()
+        weights = sum(block.num_active_weights() for block in blocks)
+        mixing = sum(block.mixer.mixing_flops_per_token(sequence_length) for block in blocks)
+        return 6 * weights + mixing
+
+
+def computing_dtype(x: Tensor) -> torch.dtype:
+    """The type that products of ``x`` are computed in."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
