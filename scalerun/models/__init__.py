@@ -1,6 +1,6 @@
 """Models: what can be trained, and the presets by which they are chosen."""
 
-from scalerun.models import transformer_lm
+from scalerun.models import retnet, transformer_lm
 from scalerun.models.base_decoder import BaseDecoder, DecoderOutput
 from scalerun.models.base_model import (
     ARCH_REGISTRY,
@@ -20,5 +20,6 @@ __all__ = [
     "build_model",
     "register_model",
     "register_model_architecture",
+    "retnet",
     "transformer_lm",
 ]
