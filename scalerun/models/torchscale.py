@@ -17,6 +17,7 @@ from torch import Tensor
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.models.blocks import TransformerParts
 from scalerun.models.stack import Stack
+from scalerun.models.torchscale_state import check_fit, drop_tied
 from scalerun.models.transformer_config import TransformerConfig
 from scalerun.models.transformer_lm import TransformerLM
 from scalerun.modules.positions.learned import OFFSET
@@ -190,7 +191,7 @@ def load_decoder(
         positions = "learned"
         stack = replace(stack, max_positions=table.shape[0] - OFFSET)
     if cfg.share_decoder_input_output_embed:
-        _drop_tied(weights)
+        drop_tied(weights)
     stack = replace(stack, axes=replace(stack.axes, absolute_position=positions))
     vocab_size = weights["embedding.tokens.weight"].shape[0]
     with torch.device("meta"):
@@ -198,7 +199,7 @@ def load_decoder(
             TransformerParts(cfg, stack, vocab_size=vocab_size, padding_idx=padding_idx)
         )
     model.to_empty(device="cpu")
-    _check_fit(model.state_dict(), weights)
+    check_fit(model.state_dict(), weights)
     model.load_state_dict(weights)
     return model
 
@@ -208,30 +209,3 @@ def _check_xpos_table(key: str, table: Tensor) -> None:
     # The tolerance admits tables that were stored in half precision.
     if not torch.allclose(table.float().flatten(), ours, rtol=1e-3, atol=0.0):
         raise UserError(f"the state dict's {key} is not the table of XPos")
-
-
-def _drop_tied(weights: dict[str, Tensor]) -> None:
-    tied = weights.pop("output_projection.weight", None)
-    if tied is not None and not torch.equal(tied, weights["embedding.tokens.weight"]):
-        raise UserError(
-            "share_decoder_input_output_embed is set, but output_projection.weight differs from "
-            "embed_tokens.weight"
-        )
-
-
-def _check_fit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    missing, surplus = (
-        sorted(expected.keys() - found.keys()),
-        sorted(found.keys() - expected.keys()),
-    )
-    if missing or surplus:
-        raise UserError(
-            f"the state dict does not fit the configuration: it lacks {missing} and has {surplus} "
-            "too much (names as in scalerun)"
-        )
-    for name, tensor in expected.items():
-        if tensor.shape != found[name].shape:
-            raise UserError(
-                f"the state dict does not fit the configuration: {name} is "
-                f"{tuple(found[name].shape)} and should be {tuple(tensor.shape)}"
-            )
