@@ -94,9 +94,12 @@ def test_a_later_token_never_changes_an_earlier_logit(
 def test_chunks_of_any_size_give_the_parallel_logits(
     size: int, make: MakeModel, tokens: Tensor
 ) -> None:
-    whole = make().float().eval()
-    parts = make(chunkwise_recurrent=True, recurrent_chunk_size=size).float().eval()
-    torch.testing.assert_close(parts(tokens).logits, whole(tokens).logits, atol=1e-5, rtol=0)
+    whole = make().eval()
+    parts = make(chunkwise_recurrent=True, recurrent_chunk_size=size).eval()
+    expected = whole(tokens).logits
+    torch.testing.assert_close(parts(tokens).logits, expected, atol=1e-10, rtol=0)
+    single = parts.float()(tokens).logits.double()
+    assert (single - expected).abs().max().item() < 1e-5 * expected.abs().max().item()
 
 
 @every_kind

@@ -8,9 +8,11 @@ embeddings. The sizes are those of TorchScale's examples.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
+
+from torch import Tensor
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
@@ -20,6 +22,10 @@ from scalerun.models.blocks import StackParts
 from scalerun.models.sides import check_norm_placement
 from scalerun.models.stack import Axes, Stack
 from scalerun.models.transformer_decoder import TransformerDecoder
+from scalerun.models.transformer_stack import computing_dtype
+from scalerun.modules.auxiliary import Auxiliary
+from scalerun.modules.block_context import BlockContext
+from scalerun.modules.incremental_state import IncrementalState
 from scalerun.modules.init import LinearInit, xavier_uniform, zeros
 from scalerun.modules.mixer import Mixer
 from scalerun.modules.residual import deepnorm_alpha, deepnorm_gain
@@ -192,6 +198,14 @@ class RetNetLM(TransformerDecoder):
         return cls(
             RetNetParts(cfg, cfg.decoder_stack(), vocab_size=vocab_size, padding_idx=padding_idx)
         )
+
+    def run_layers(
+        self, x_BTD: Tensor, context: BlockContext, *, state: IncrementalState | None = None
+    ) -> tuple[Tensor, list[Auxiliary]]:
+        mixer = self.blocks()[0].mixer
+        assert isinstance(mixer, Retention)
+        tables = mixer.tables(context, x_BTD.shape[1], computing_dtype(x_BTD))
+        return super().run_layers(x_BTD, replace(context, rotation=tables), state=state)
 
 
 @register_model_architecture(MODEL, "retnet_tiny")

@@ -18,8 +18,7 @@ from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.models.retnet import RetNetConfig, RetNetLM, RetNetParts
 from scalerun.models.stack import Stack
 from scalerun.models.torchscale_state import check_fit, drop_tied
-from scalerun.modules.retention import angles
-from scalerun.modules.retention_chunk import log_decays
+from scalerun.modules.retention_decay import angles, log_decays
 
 NORM_EPS_MODES = {"main": "torchscale", "0.3.0": "torchscale_0.3.0"}
 """Denominators of retention by version of TorchScale."""

@@ -27,8 +27,8 @@ from scalerun.modules.incremental_state import LayerState
 from scalerun.modules.init import LinearInit
 from scalerun.modules.linear import Linear
 from scalerun.modules.mixer import Mixer
-from scalerun.modules.positions.base_position import turn
-from scalerun.modules.retention_chunk import Chunk, Counts, Decay, float_dtype
+from scalerun.modules.retention_chunk import Chunk
+from scalerun.modules.retention_decay import Decay, RetentionTables, retention_tables
 
 NORM_EPS_MODES = ("scale_free", "torchscale", "torchscale_0.3.0")
 """What the head norm's eps is measured against; see :class:`Retention`."""
@@ -58,14 +58,6 @@ class RetentionState(LayerState):
     def reorder(self, order: Tensor) -> None:
         if self.memory_BHKV is not None:
             self.memory_BHKV = self.memory_BHKV.index_select(0, order)
-
-
-def angles(head_dim: int, device: torch.device | None = None) -> Tensor:
-    """Radians that each pair of features turns by in one token: (K / 2,) float32.
-
-    From 1 to 1/10000, both ends included; rotary positions are spaced otherwise.
-    """
-    return 1.0 / (10000 ** torch.linspace(0, 1, head_dim // 2, device=device))
 
 
 class Retention(Mixer):
@@ -129,83 +121,93 @@ class Retention(Mixer):
         self.out_proj = Linear(value_dim, dim, init=init.out, bias=False)
 
     def forward(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
-        q_BHTK, k_BHTK, v_BHTV = self.project(x_BTD, context)
-        o_BHTV = self.retain(q_BHTK, k_BHTK, v_BHTV, context)
-        o_BHTV = F.rms_norm(o_BHTV, o_BHTV.shape[-1:], None, self.norm_eps).to(v_BHTV.dtype)
-        return self.out_proj(F.silu(self.g_proj(x_BTD)) * o_BHTV.transpose(1, 2).flatten(2))
-
-    def project(self, x_BTD: Tensor, context: BlockContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys (B, H, T, K) and values (B, H, T, V) of the new tokens."""
-        assert context.positions_BT is not None
         layers = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (
             layer(x_BTD).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for layer in layers
         )
+        tables = context.rotation
+        if not isinstance(tables, RetentionTables):
+            tables = self.tables(context, x_BTD.shape[1], q.dtype)
         padding_BT = context.padding_of_new(x_BTD.shape[1])
         if padding_BT is not None:
             k = k.masked_fill(padding_BT[:, None, :, None], 0.0)
-        angle = context.positions_BT.float()[:, None, :, None] * angles(k.shape[-1], k.device)
-        table = torch.stack((angle.cos(), angle.sin()), dim=-1)
-        return turn(q, table), turn(k * k.shape[-1] ** -0.5, table), v
+        q, k = tables(q, k)
+        o_BHTV = self.retain(q, k, v, tables, context.state)
+        o_BHTV = F.rms_norm(o_BHTV, o_BHTV.shape[-1:], None, self.norm_eps).to(v.dtype)
+        return self.out_proj(F.silu(self.g_proj(x_BTD)) * o_BHTV.transpose(1, 2).flatten(2))
+
+    def tables(self, context: BlockContext, num_tokens: int, dtype: torch.dtype) -> RetentionTables:
+        """The tables of the new tokens, which layers of the same settings can share.
+
+        They are taken from ``context.rotation`` when they are there.
+
+        Args:
+            dtype: what the layers compute in.
+        """
+        assert context.positions_BT is not None
+        return retention_tables(
+            context.positions_BT,
+            context.padding_of_new(num_tokens),
+            num_heads=self.num_heads,
+            head_dim=self.dim // self.num_heads,
+            chunk_size=self.chunk_size,
+            dtype=dtype,
+        )
 
     def retain(
-        self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTV: Tensor, context: BlockContext
+        self,
+        q_BHTK: Tensor,
+        k_BHTK: Tensor,
+        v_BHTV: Tensor,
+        tables: RetentionTables,
+        state: LayerState | None,
     ) -> Tensor:
         """What each query reads: (B, H, T, V), float32 or better."""
-        assert context.positions_BT is not None
-        num_tokens, state = q_BHTK.shape[2], context.state
-        counts = Counts.of(context.positions_BT, context.padding_of_new(num_tokens))
-        assert state is None or isinstance(state, RetentionState)
-        if state is not None and num_tokens == 1:
-            return self.step(q_BHTK, k_BHTK, v_BHTV, counts, state)
-        return self.in_chunks(q_BHTK, k_BHTK, v_BHTV, counts, state)
+        if state is None:
+            return self.in_chunks(q_BHTK, k_BHTK, v_BHTV, tables)
+        assert isinstance(state, RetentionState)
+        if q_BHTK.shape[2] == 1:
+            return self.step(q_BHTK, k_BHTK, v_BHTV, tables.chunks[0], state)
+        return self.in_chunks(q_BHTK, k_BHTK, v_BHTV, tables, state)
 
     def step(
-        self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTV: Tensor, counts: Counts, state: RetentionState
+        self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTV: Tensor, decay: Decay, state: RetentionState
     ) -> Tensor:
         """The recurrent form of one token."""
-        dtype = float_dtype(q_BHTK.dtype)
-        decay = Decay(self.num_heads, counts, dtype)
-        k_BHK1 = k_BHTK.to(dtype).mT * decay.into_memory_BHC()[..., None]
+        k_BHK1 = k_BHTK.to(decay.dtype).mT * decay.into_memory_BHC1
+        v_BHTV = v_BHTV.to(decay.dtype)
         if state.memory_BHKV is None:
             state.memory_BHKV = k_BHK1 * v_BHTV
         else:
-            kept_BHKV = state.memory_BHKV * decay.of_memory_BH1()[..., None]
-            state.memory_BHKV = torch.addcmul(kept_BHKV, k_BHK1, v_BHTV.to(dtype))
-        return (q_BHTK.to(dtype) @ state.memory_BHKV).to(dtype)
+            kept_BHKV = state.memory_BHKV * decay.of_memory_BH11
+            state.memory_BHKV = torch.addcmul(kept_BHKV, k_BHK1, v_BHTV)
+        return (q_BHTK.to(decay.dtype) @ state.memory_BHKV).to(decay.dtype)
 
     def in_chunks(
         self,
         q_BHTK: Tensor,
         k_BHTK: Tensor,
         v_BHTV: Tensor,
-        counts: Counts,
-        state: RetentionState | None,
+        tables: RetentionTables,
+        state: RetentionState | None = None,
     ) -> Tensor:
         """The chunkwise form, or the parallel one, which is that of a single chunk."""
         num_tokens = q_BHTK.shape[2]
         size = self.chunk_size or num_tokens
         memory_BHKV = None if state is None else state.memory_BHKV
-        within_BHCC = None
+        pieces = (x.split(size, 2) for x in (q_BHTK, k_BHTK, v_BHTV))
         read = []
-        for begin in range(0, num_tokens, size):
-            end = min(begin + size, num_tokens)
-            decay = Decay(self.num_heads, counts.part(begin, end), float_dtype(q_BHTK.dtype))
-            if within_BHCC is None or counts.with_padding:
-                within_BHCC = decay.within_BHCC()
-            chunk = Chunk(
-                *(x[:, :, begin:end] for x in (q_BHTK, k_BHTK, v_BHTV)),
-                decay=decay,
-                within_BHCC=within_BHCC[..., : end - begin, : end - begin],
-                memory_BHKV=memory_BHKV,
-            )
+        for i, (q, k, v, decay, within) in enumerate(
+            zip(*pieces, tables.chunks, tables.within_BHCC, strict=True)
+        ):
+            chunk = Chunk(q, k, v, decay=decay, within_BHCC=within, memory_BHKV=memory_BHKV)
             o_BHCV = chunk.read()
             if state is None and self.norm_eps_mode != "scale_free":
                 o_BHCV = o_BHCV / self.torchscale_divisor(chunk)
             elif memory_BHKV is not None:
-                o_BHCV = o_BHCV * chunk.correction_BHC1()
+                o_BHCV = o_BHCV * decay.correction_BHC1
             read.append(o_BHCV)
-            if state is not None or end < num_tokens:
+            if state is not None or i + 1 < len(tables.chunks):
                 memory_BHKV = chunk.memory_after()
         if state is not None:
             state.memory_BHKV = memory_BHKV
