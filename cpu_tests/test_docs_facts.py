@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scalerun.models import ARCH_REGISTRY
-from scalerun.models.torchscale import NORM_FIELDS, SAME_MEANING
+from scalerun.models.torchscale.translate import DECODER, SHARED
 from scalerun.models.transformer_config import TransformerConfig
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -103,7 +103,7 @@ def test_torchscales_names_and_ours_are_those_on_the_page():
     text = section(page("architectures"), "TorchScale's names")
     theirs, ours = text.split("Where scalerun differs")
     settings = {field.name for field in fields(TransformerConfig)}
-    shared = {*SAME_MEANING, *NORM_FIELDS, "max_target_positions"}
+    shared = {*DECODER, *SHARED, "decoder_normalize_before"}
     assert set(names(theirs.split("These have its meaning:")[1])) == shared
     assert set(names(ours.split("These are ours:")[1])) == settings - shared
 

@@ -44,7 +44,9 @@ class BlockConfig(ScalerunDataclass):
     layernorm_eps: float = option(1e-5, "added to the variance in each norm")
     deepnorm: bool = option(False, "DeepNorm: scaled post-norm residuals and initial weights")
     subln: bool = option(False, "SubLN: a second norm in each branch, scaled initial weights")
-    init: str = option("paper", "how weights start", choices=("paper", "torchscale", "megatron"))
+    init: str = option(
+        "paper", "how weights start", choices=("paper", "torchscale", "megatron", "bert")
+    )
     megatron_init_sigma: float = option(
         MEGATRON_SIGMA, "standard deviation of initial weights with --init megatron"
     )
