@@ -86,16 +86,17 @@ def test_the_keys_of_the_json_files_are_those_on_the_pages(run, run_folder, tmp_
 def test_the_presets_are_those_on_the_page():
     presets = {}
     for row in rows(section(page("architectures"), "Presets"))[1:]:
-        presets[names(row[0])[0]] = [int(cell) for cell in row[1:6]]
+        for name in names(row[0]):
+            presets[name] = [int(cell) for cell in row[1:6]]
     assert set(presets) == set(ARCH_REGISTRY.names())
     for name, numbers in presets.items():
-        cfg = ARCH_REGISTRY.config_for(name)
+        stack = ARCH_REGISTRY.config_for(name).stacks()[-1]
         assert numbers == [
-            cfg.decoder_layers,
-            cfg.decoder_embed_dim,
-            cfg.decoder_attention_heads,
-            cfg.decoder_ffn_embed_dim,
-            cfg.max_target_positions,
+            stack.num_layers,
+            stack.dim,
+            stack.num_heads,
+            stack.ffn_dim,
+            stack.max_positions,
         ]
 
 
