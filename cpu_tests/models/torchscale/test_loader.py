@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.models.base_model import build_model
 from scalerun.models.torchscale.configs import DecoderConfig, EncoderConfig, EncoderDecoderConfig
 from scalerun.models.torchscale.keys import convert_keys
 from scalerun.models.torchscale.loader import (
@@ -16,7 +17,7 @@ from scalerun.models.torchscale.loader import (
     load_encoder,
     load_encoder_decoder,
 )
-from scalerun.models.torchscale.translate import decoder_config, place_norms
+from scalerun.models.torchscale.translate import decoder_config
 
 StateMaker = Callable[..., dict[str, Tensor]]
 Sizes = dict[str, int]
@@ -272,8 +273,7 @@ def test_encoder_decoder_logits_are_those_of_torchscale(
 
 
 def residual_of(version: str, **fields: Any) -> str:
-    given = DecoderConfig(**fields)
-    return place_norms(decoder_config(given).decoder_stack(), given, version=version).axes.residual
+    return decoder_config(DecoderConfig(**fields), version=version).axes().residual
 
 
 def test_version_0_3_0_moves_the_norms_of_deepnorm() -> None:
@@ -281,13 +281,25 @@ def test_version_0_3_0_moves_the_norms_of_deepnorm() -> None:
     assert residual_of("0.3.0", deepnorm=True) == "deep_norm"
     assert residual_of("main", decoder_normalize_before=False) == "post_norm"
     assert residual_of("0.3.0", decoder_normalize_before=False) == "pre_norm"
+    assert residual_of("0.3.0", subln=False, decoder_normalize_before=False) == "post_norm"
 
 
 def test_deepnorm_outranks_the_default_subln() -> None:
-    cfg = decoder_config(DecoderConfig(deepnorm=True, decoder_layers=3))
+    cfg = decoder_config(DecoderConfig(deepnorm=True, decoder_layers=3), version="main")
     assert cfg.deepnorm
     assert not cfg.axes().inner_norm
     assert cfg.axes().alpha == pytest.approx(6**0.25)
+
+
+def test_a_loaded_model_is_one_that_its_own_settings_build(
+    golden_state: StateMaker, golden_tokens: Tensor, decoder_sizes: Sizes
+) -> None:
+    given = DecoderConfig(**decoder_sizes, deepnorm=True, xpos_rel_pos=True, vocab_size=23)
+    cfg = decoder_config(given, version="main", decoder_learned_pos=True, max_target_positions=38)
+    built = build_model(cfg, vocab_size=23, padding_idx=None, seed=3, device=torch.device("cpu"))
+    loaded = load_decoder(given, golden_state(side="decoder", inner_norm=False), version="main")
+    built.load_state_dict(loaded.state_dict())
+    assert torch.equal(built(golden_tokens).logits, loaded(golden_tokens).logits)
 
 
 @pytest.mark.parametrize(

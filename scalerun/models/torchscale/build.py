@@ -7,17 +7,13 @@ The classes are those that ``--arch`` builds, and are called as it is said there
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.models.base_model import BaseModel
-from scalerun.models.blocks import TransformerParts
-from scalerun.models.stack import Stack
 from scalerun.models.torchscale.configs import (
-    AttentionFields,
     DecoderConfig,
     EncoderConfig,
     EncoderDecoderConfig,
@@ -26,7 +22,6 @@ from scalerun.models.torchscale.translate import (
     decoder_config,
     encoder_config,
     encoder_decoder_config,
-    place_norms,
 )
 from scalerun.models.transformer_encoder import TransformerEncoder
 from scalerun.models.transformer_lm import TransformerLM
@@ -34,6 +29,8 @@ from scalerun.models.transformer_mt import TransformerMT
 from scalerun.modules.init import initialize
 
 POSITIONS = ("none", "learned", "sinusoidal")
+VERSION = "0.3.0"
+"""DeepNorm and SubLN place the norms of both sides, as their papers say."""
 
 
 def Encoder(
@@ -51,22 +48,16 @@ def Encoder(
     Raises:
         ConfigError: a setting is out of range or has no form here.
     """
-    ours = encoder_config(cfg)
-    parts = _parts(ours, ours.encoder_stack(), cfg, positions, padding_idx)
-    with torch.device("meta"):
-        model = TransformerEncoder(parts, output_layer=not cfg.no_output_layer)
-    return _ready(model, seed)
+    ours = encoder_config(cfg, version=VERSION, **_positions(positions, "encoder"))
+    return _build(TransformerEncoder, ours, cfg.vocab_size, padding_idx, seed)
 
 
 def Decoder(
     cfg: DecoderConfig, *, positions: str = "none", padding_idx: int | None = None, seed: int = 1
 ) -> TransformerLM:
     """A decoder with fresh weights; arguments and errors as in :func:`Encoder`."""
-    ours = decoder_config(cfg)
-    parts = _parts(ours, ours.decoder_stack(), cfg, positions, padding_idx)
-    with torch.device("meta"):
-        model = TransformerLM(parts)
-    return _ready(model, seed)
+    ours = decoder_config(cfg, version=VERSION, **_positions(positions, "decoder"))
+    return _build(TransformerLM, ours, cfg.vocab_size, padding_idx, seed)
 
 
 def EncoderDecoder(
@@ -77,27 +68,28 @@ def EncoderDecoder(
     seed: int = 1,
 ) -> TransformerMT:
     """An encoder-decoder with fresh weights; arguments and errors as in :func:`Encoder`."""
-    ours = encoder_decoder_config(cfg)
-    encoder, decoder = (_parts(ours, stack, cfg, positions, padding_idx) for stack in ours.stacks())
+    ours = encoder_decoder_config(
+        cfg, version=VERSION, **_positions(positions, "encoder", "decoder")
+    )
+    return _build(TransformerMT, ours, cfg.vocab_size, padding_idx, seed)
+
+
+def _build(
+    kind: type[BaseModel], ours: Any, vocab_size: int, padding_idx: int | None, seed: int
+) -> Any:
+    if vocab_size <= 0:
+        raise ConfigError(f"vocab_size is {vocab_size}; give the number of symbols")
     with torch.device("meta"):
-        model = TransformerMT(encoder, decoder, share_embeddings=ours.share_all_embeddings)
-    return _ready(model, seed)
-
-
-def _parts(
-    ours: Any, stack: Stack, cfg: AttentionFields, positions: str, padding_idx: int | None
-) -> TransformerParts:
-    if cfg.vocab_size <= 0:
-        raise ConfigError(f"vocab_size is {cfg.vocab_size}; give the number of symbols")
-    if positions not in POSITIONS:
-        raise ConfigError(f"positions {positions!r} is not one of {', '.join(POSITIONS)}")
-    stack = place_norms(stack, cfg, version="0.3.0")
-    stack = replace(stack, axes=replace(stack.axes, absolute_position=positions))
-    return TransformerParts(ours, stack, vocab_size=cfg.vocab_size, padding_idx=padding_idx)
-
-
-def _ready(model: Any, seed: int) -> Any:
-    assert isinstance(model, BaseModel)
+        model = kind.build_model(ours, vocab_size=vocab_size, padding_idx=padding_idx)
     model.to_empty(device="cpu")
     initialize(model, seed)
     return model
+
+
+def _positions(kind: str, *sides: str) -> dict[str, bool]:
+    """The settings that give every side these absolute positions."""
+    if kind not in POSITIONS:
+        raise ConfigError(f"positions {kind!r} is not one of {', '.join(POSITIONS)}")
+    if kind == "learned":
+        return {f"{side}_learned_pos": True for side in sides}
+    return {"sinusoidal_pos" if kind == "sinusoidal" else "no_token_positional_embeddings": True}

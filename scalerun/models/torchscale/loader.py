@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from scalerun.dataclass.errors import UserError
-from scalerun.models.blocks import TransformerParts
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
+from scalerun.models.base_model import BaseModel
 from scalerun.models.encoder_decoder import EncoderDecoder
-from scalerun.models.stack import Stack
 from scalerun.models.torchscale.configs import (
     DecoderConfig,
     EncoderConfig,
@@ -29,7 +29,6 @@ from scalerun.models.torchscale.translate import (
     decoder_config,
     encoder_config,
     encoder_decoder_config,
-    place_norms,
 )
 from scalerun.models.transformer_encoder import TransformerEncoder
 from scalerun.models.transformer_lm import TransformerLM
@@ -57,16 +56,13 @@ def load_encoder(
         UserError: keys or shapes do not fit the configuration.
     """
     given = as_config(EncoderConfig, given, version)
-    cfg = encoder_config(given)
-    stack = _fitted(place_norms(cfg.encoder_stack(), given, version=version), state)
     weights = convert_keys(state)
-    if stack.tied_output:
+    if "output_projection.weight" not in weights and not given.share_encoder_input_output_embed:
+        given = replace(given, no_output_layer=True)
+    cfg = encoder_config(given, version=version, **_positions({"encoder": state}))
+    if cfg.share_encoder_input_output_embed:
         drop_tied(weights, "output_projection.weight", "embedding.tokens.weight")
-    parts = TransformerParts(cfg, stack, vocab_size=_vocab_size(state), padding_idx=padding_idx)
-    output_layer = stack.tied_output or "output_projection.weight" in weights
-    with torch.device("meta"):
-        model = TransformerEncoder(parts, output_layer=output_layer)
-    return fill(model, weights)
+    return _filled(TransformerEncoder, cfg, state, weights, padding_idx)
 
 
 def load_decoder(
@@ -78,17 +74,13 @@ def load_decoder(
 ) -> TransformerLM:
     """A decoder; arguments and errors as in :func:`load_encoder`."""
     given = as_config(DecoderConfig, given, version)
-    cfg = decoder_config(given)
     if given.multiway:
         state = drop_unused_halves(state)
-    stack = _fitted(place_norms(cfg.decoder_stack(), given, version=version), state)
+    cfg = decoder_config(given, version=version, **_positions({"decoder": state}))
     weights = convert_keys(state)
-    if stack.tied_output:
+    if cfg.share_decoder_input_output_embed:
         drop_tied(weights, "output_projection.weight", "embedding.tokens.weight")
-    parts = TransformerParts(cfg, stack, vocab_size=_vocab_size(state), padding_idx=padding_idx)
-    with torch.device("meta"):
-        model = TransformerLM(parts)
-    return fill(model, weights)
+    return _filled(TransformerLM, cfg, state, weights, padding_idx)
 
 
 def load_encoder_decoder(
@@ -104,27 +96,34 @@ def load_encoder_decoder(
         state: its keys begin with ``encoder.`` or ``decoder.``.
     """
     given = as_config(EncoderDecoderConfig, given, version)
-    cfg = encoder_decoder_config(given)
-    parts, weights = [], {}
-    for stack in cfg.stacks():
-        prefix = f"{stack.side}."
-        own = without_prefix(state, prefix)
-        stack = _fitted(place_norms(stack, given, version=version), own)
-        parts.append(
-            TransformerParts(cfg, stack, vocab_size=_vocab_size(own), padding_idx=padding_idx)
-        )
-        weights.update({prefix + key: tensor for key, tensor in convert_keys(own).items()})
+    sides = {side: without_prefix(state, f"{side}.") for side in ("encoder", "decoder")}
+    cfg = encoder_decoder_config(given, version=version, **_positions(sides))
+    weights = {
+        f"{side}.{key}": tensor
+        for side, own in sides.items()
+        for key, tensor in convert_keys(own).items()
+    }
     embedding = "decoder.embedding.tokens.weight"
-    if parts[1].stack.tied_output:
+    if cfg.decoder_stack().tied_output:
         drop_tied(weights, "decoder.output_projection.weight", embedding)
-    shared = weights["encoder.embedding.tokens.weight"]
-    if cfg.share_all_embeddings and not torch.equal(weights[embedding], shared):
+    shared = weights.get("encoder.embedding.tokens.weight")
+    if cfg.share_all_embeddings and not _same(shared, weights.get(embedding)):
         raise UserError(
             "share_all_embeddings is set, but the encoder's and the decoder's embed_tokens.weight "
             "differ"
         )
+    return _filled(TransformerMT, cfg, sides["decoder"], weights, padding_idx)
+
+
+def _filled(
+    kind: type[BaseModel],
+    cfg: ScalerunDataclass,
+    state: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    padding_idx: int | None,
+) -> Any:
     with torch.device("meta"):
-        model = TransformerMT(*parts, share_embeddings=cfg.share_all_embeddings)
+        model = kind.build_model(cfg, vocab_size=_vocab_size(state), padding_idx=padding_idx)
     return fill(model, weights)
 
 
@@ -160,14 +159,24 @@ def _vocab_size(state: Mapping[str, Tensor]) -> int:
     return state["embed_tokens.weight"].shape[0]
 
 
-def _fitted(stack: Stack, state: Mapping[str, Tensor]) -> Stack:
-    """The stack with the absolute positions that the state dict has."""
-    positions = "sinusoidal" if SINUSOIDAL_KEY in state else "none"
-    for key in ("embed_positions.weight", "embed_positions.A.weight"):
-        if key in state:
-            positions = "learned"
-            stack = replace(stack, max_positions=state[key].shape[0] - OFFSET)
-    return replace(stack, axes=replace(stack.axes, absolute_position=positions))
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and torch.equal(a, b)
+
+
+def _positions(sides: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+    """Settings of the absolute positions that the state dicts have, by side."""
+    settings: dict[str, Any] = {}
+    kinds = set()
+    for side, state in sides.items():
+        kind = "sinusoidal_pos" if SINUSOIDAL_KEY in state else "no_token_positional_embeddings"
+        for key in ("embed_positions.weight", "embed_positions.A.weight"):
+            if key in state:
+                which = "source" if side == "encoder" else "target"
+                kind = f"{side}_learned_pos"
+                settings[f"max_{which}_positions"] = state[key].shape[0] - OFFSET
+        kinds.add(kind)
+    learned = {kind for kind in kinds if kind.endswith("learned_pos")}
+    return settings | dict.fromkeys(learned or kinds, True)
 
 
 def _check_fit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:

@@ -1,18 +1,15 @@
-"""From TorchScale's configurations to scalerun's, and to the stacks that they describe."""
+"""From TorchScale's configurations to scalerun's."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from scalerun.dataclass.errors import ConfigError
-from scalerun.models.stack import Stack
 from scalerun.models.torchscale.configs import (
     AttentionFields,
     DecoderConfig,
     EncoderConfig,
     EncoderDecoderConfig,
-    EncoderFields,
 )
 from scalerun.models.transformer_config import TransformerConfig
 from scalerun.models.transformer_encoder import TransformerEncoderConfig
@@ -52,13 +49,25 @@ DECODER = (
     "max_target_positions",
 )
 """Fields that mean the same here."""
+KEPT = {"keep_norm_placement": True}
 
 
-def encoder_config(given: EncoderConfig) -> TransformerEncoderConfig:
-    """An encoder's settings, without where its norms sit."""
+def encoder_config(
+    given: EncoderConfig, *, version: str, **positions: Any
+) -> TransformerEncoderConfig:
+    """An encoder's settings.
+
+    Args:
+        version: ``main`` or ``0.3.0``.
+        positions: settings of absolute positions, which TorchScale takes as modules.
+
+    Raises:
+        ConfigError: a setting is out of range or has no form here.
+    """
     cfg = TransformerEncoderConfig(
-        **_copied(given, SHARED + ENCODER),
+        **(_copied(given, SHARED + ENCODER) | positions),
         **_options(given),
+        **_placed_norms(given, ("encoder",), version),
         multiway=given.multiway,
         share_encoder_input_output_embed=given.share_encoder_input_output_embed,
         no_output_layer=given.no_output_layer,
@@ -67,45 +76,53 @@ def encoder_config(given: EncoderConfig) -> TransformerEncoderConfig:
     return cfg
 
 
-def decoder_config(given: DecoderConfig) -> TransformerConfig:
-    """A decoder's settings, without where its norms sit."""
+def decoder_config(given: DecoderConfig, *, version: str, **positions: Any) -> TransformerConfig:
+    """A decoder's settings; arguments and errors as in :func:`encoder_config`."""
     if given.no_output_layer:
         raise ConfigError("TorchScale's no_output_layer has no form for a decoder; leave it out")
-    cfg = TransformerConfig(**_copied(given, SHARED + DECODER), **_options(given))
+    cfg = TransformerConfig(
+        **(_copied(given, SHARED + DECODER) | positions),
+        **_options(given),
+        **_placed_norms(given, ("decoder",), version),
+    )
     cfg.validate()
     return cfg
 
 
-def encoder_decoder_config(given: EncoderDecoderConfig) -> TransformerMTConfig:
-    """An encoder-decoder's settings, without where its norms sit."""
+def encoder_decoder_config(
+    given: EncoderDecoderConfig, *, version: str, **positions: Any
+) -> TransformerMTConfig:
+    """An encoder-decoder's settings; arguments and errors as in :func:`encoder_config`."""
     if given.no_output_layer or given.multiway:
         raise ConfigError(
             "TorchScale's no_output_layer and multiway have no form for an encoder-decoder; leave "
             "them out"
         )
     cfg = TransformerMTConfig(
-        **_copied(given, SHARED + ENCODER + DECODER),
+        **(_copied(given, SHARED + ENCODER + DECODER) | positions),
         **_options(given),
+        **_placed_norms(given, ("encoder", "decoder"), version),
         share_all_embeddings=given.share_all_embeddings,
     )
     cfg.validate()
     return cfg
 
 
-def place_norms(stack: Stack, given: AttentionFields, *, version: str) -> Stack:
-    """The stack with its norms where that version of TorchScale puts them.
+def _placed_norms(given: AttentionFields, sides: tuple[str, ...], version: str) -> dict[str, Any]:
+    """Where that version of TorchScale puts the norms.
 
     An encoder's follow DeepNorm and SubLN in both versions. In ``main`` a decoder keeps its own
     ``decoder_normalize_before``, so that DeepNorm is pre-norm unless that is switched off.
     """
-    before = bool(getattr(given, f"{stack.side}_normalize_before"))
-    if (given.deepnorm or given.subln) and (version == "0.3.0" or stack.side == "encoder"):
-        before = not given.deepnorm
-    after = "deep_norm" if given.deepnorm else "post_norm"
-    axes = replace(stack.axes, residual="pre_norm" if before else after)
-    # A decoder always has the last norm; an encoder may do without.
-    wanted = given.normalize_output if isinstance(given, EncoderFields) else True
-    return replace(stack, axes=axes, final_norm=before and (wanted or stack.side == "decoder"))
+    asked = {side: bool(getattr(given, f"{side}_normalize_before")) for side in sides}
+    if given.deepnorm or given.subln:
+        usual = not given.deepnorm
+        kept = asked.get("decoder", usual) if version == "main" else usual
+        if kept == usual:
+            return {}
+        asked |= {"encoder": usual} if "encoder" in sides else {}
+        return {f"{side}_normalize_before": asked[side] for side in sides} | KEPT
+    return {f"{side}_normalize_before": before for side, before in asked.items()}
 
 
 def _copied(given: Any, names: tuple[str, ...]) -> dict[str, Any]:
