@@ -292,6 +292,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "recurrent_chunk_size": ({"chunkwise_recurrent": True, "norm_eps_mode": "torchscale"}, 4),
     "norm_eps_mode": ({}, "torchscale"),
     "deepnorm": ({}, True),
+    "keep_norm_placement": ({"deepnorm": True}, True),
     "init": ({}, "torchscale"),
     "megatron_init_sigma": ({"init": "megatron"}, 0.1),
     "checkpoint_activations": ({}, True),

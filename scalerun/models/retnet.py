@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self
 
 from torch import Tensor
 
 from scalerun.dataclass.errors import ConfigError
-from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
+from scalerun.dataclass.scalerun_dataclass import option
 from scalerun.models.base_model import register_model, register_model_architecture
 from scalerun.models.block_config import BlockConfig
 from scalerun.models.blocks import StackParts
@@ -93,6 +92,10 @@ class RetNetConfig(BlockConfig):
         for contradicts, message in CONTRADICTIONS:
             if contradicts(self):
                 raise ConfigError(message.format(cfg=self))
+
+    def stacks(self) -> list[Stack]:
+        """The stacks of the model."""
+        return [self.decoder_stack()]
 
     def decoder_stack(self) -> Stack:
         """The one stack of the model."""
@@ -190,14 +193,7 @@ class RetNetParts(StackParts):
 class RetNetLM(TransformerDecoder):
     """``--arch retnet_lm``, with the defaults of :class:`RetNetConfig`."""
 
-    @classmethod
-    def build_model(
-        cls, cfg: ScalerunDataclass, *, vocab_size: int, padding_idx: int | None
-    ) -> Self:
-        assert isinstance(cfg, RetNetConfig)
-        return cls(
-            RetNetParts(cfg, cfg.decoder_stack(), vocab_size=vocab_size, padding_idx=padding_idx)
-        )
+    parts_class = RetNetParts
 
     def run_layers(
         self, x_BTD: Tensor, context: BlockContext, *, state: IncrementalState | None = None
