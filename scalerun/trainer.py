@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from scalerun.checkpoint.checkpoint_manager import CheckpointManager
-from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput
+from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput, Objective
 from scalerun.data.batch import Batch
 from scalerun.data.loader import BatchLoader
 from scalerun.dataclass.configs import ScalerunConfig
@@ -108,13 +108,12 @@ class Trainer:
         return self.progress.num_updates
 
     def train(self) -> None:
-        """Run until the end or until a signal asks for a stop; resume first if there is a save.
+        """Run until the end or until a signal asks for a stop; :meth:`resume` comes first.
 
         Raises:
             FloatingPointError: a loss or gradient is not finite and ``--nonfinite`` is ``stop``.
-            UserError: the checkpoint or the data cannot be used.
+            UserError: the data cannot be used, or a checkpoint cannot be written.
         """
-        self.resume()
         with self.parts.profiler, self.stop_signal.deferred():
             if self.progress.unfinished_validation:
                 self.validate()
@@ -133,7 +132,11 @@ class Trainer:
                 self.finish()
 
     def resume(self) -> None:
-        """Load the run folder's newest good checkpoint, or ``--restore-file``, or nothing."""
+        """Load the run folder's newest good checkpoint, or ``--restore-file``, or nothing.
+
+        Raises:
+            UserError: the checkpoint cannot be used, or does not fit the configuration.
+        """
         ckpt = self.cfg.checkpoint
         skip = {
             name
@@ -143,11 +146,15 @@ class Trainer:
                 ("metrics", ckpt.reset_meters),
                 ("throughput", ckpt.reset_meters),
                 ("loader", ckpt.reset_dataloader),
+                ("criterion", True),  # a new run may have a loss of its own
             )
             if reset
         }
         loaded = self.checkpoints.load_latest(
-            self.stateful(), skip=skip, optional=("ema", "loss_scaler")
+            self.stateful(),
+            skip=skip,
+            optional=("ema", "loss_scaler", "criterion"),
+            optional_elsewhere=("architecture",),
         )
         if loaded is not None and loaded.restored:
             if ckpt.reset_lr_scheduler:
@@ -164,6 +171,7 @@ class Trainer:
         """The parts whose state a checkpoint holds, by the name it has there."""
         parts = {
             "architecture": Architecture(self.cfg.model),
+            "criterion": Objective(self.cfg.criterion),
             "model": self.model,
             "task": self.task,
             "optimizer": self.optimizer,

@@ -204,6 +204,60 @@ def test_a_run_that_goes_on_with_other_settings_says_what_does_not_fit(
     assert checkpoint_files(trained) == before
 
 
+OTHER_LOSS = """
+from dataclasses import dataclass
+from scalerun.criterions import register_criterion
+from scalerun.criterions.cross_entropy import CrossEntropy
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
+
+@dataclass
+class OtherConfig(ScalerunDataclass):
+    pass
+
+@register_criterion("other_loss", OtherConfig)
+class OtherLoss(CrossEntropy):
+    pass
+"""
+
+
+def test_another_criterion_is_refused_on_resume_and_welcome_in_a_new_run(
+    run, corpus, tiny, trained, tmp_path
+):
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins/other.py").write_text(OTHER_LOSS)
+    other = ["--user-dir", "plugins", "--criterion", "other_loss", "--max-update", "6"]
+    refused = run("train", corpus, *tiny, *LAST, *other)
+    assert refused.code == 1
+    assert "trained with --criterion cross_entropy, not other_loss" in refused.error
+    new = [*other, "--save-dir", "new", "--restore-file", "run"]
+    assert run("train", corpus, *tiny, *new).code == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--decoder-attention-heads", "4"],
+        ["--tokens-per-sample", "16"],
+        ["--tokenizer", "nowhere.model"],
+        ["--valid-subset", "valid/third"],
+    ],
+)
+def test_a_refused_command_does_not_describe_the_run(run, corpus, tiny, trained, words):
+    files = [trained / name for name in ("config.yaml", "command.txt", "versions.json")]
+    before = [file.read_bytes() for file in files]
+    for file in files:
+        os.utime(file, (1, 1))
+    assert run("train", corpus, *tiny, *LAST, "--max-update", "8", *words).code == 1
+    assert [file.read_bytes() for file in files] == before
+    assert all(file.stat().st_mtime == 1 for file in files)
+
+
+def test_bad_data_leaves_no_description(run, corpus, tiny, tmp_path):
+    spoil_train(b"[]\n")(corpus)
+    assert run("train", corpus, *tiny, *LAST).code == 1
+    assert not (tmp_path / "run/config.yaml").exists()
+
+
 def test_settings_that_leave_the_function_as_it_is_may_change(run, corpus, tiny, trained):
     words = ["--dropout", "0.3", "--clip-norm", "1", "--weight-decay", "0.1", "--max-update", "6"]
     command = run("train", corpus, *tiny, *LAST, *words)
