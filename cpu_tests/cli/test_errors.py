@@ -66,6 +66,8 @@ def test_bad_data_ends_in_one_sentence(run, corpus, tiny, case):
 
 BAD_FLAGS = {
     "set that is not there": (["--valid-subset", "valid/third"], 1, "first"),
+    "no set to validate on": (["--valid-subset="], 2, "--disable-validation"),
+    "everything held out": (["--valid-fraction", "1"], 2, "--valid-fraction"),
     "lr 0": (["--lr", "0"], 2, "--lr"),
     "negative lr": (["--lr", "-1"], 2, "--lr"),
     "batch larger than the data": (["--batch-size", "5000"], 1, "--batch-size 5000"),

@@ -62,6 +62,44 @@ def test_one_set_can_be_named(run, trained, tmp_path):
     assert list(found) == ["valid/second"]
 
 
+@pytest.fixture
+def plain(tmp_path, write_jsonl):
+    texts = [f"Line {i}: the {'cat dog owl'.split()[i % 3]} sleeps.\n" for i in range(60)]
+    write_jsonl(tmp_path / "plain/verse.jsonl", texts)
+    return tmp_path / "plain"
+
+
+def test_a_part_of_a_plain_folder_is_held_out_and_scored(run, plain, tiny, records, tmp_path):
+    words = ["--valid-fraction", "0.2", "--max-epoch", "1", "--lr-scheduler", "constant"]
+    command = run("train", plain, *tiny, *words, "--save-dir", "run")
+    assert command.code == 0, command.stderr
+    save_dir = tmp_path / "run"
+    reported = records(save_dir, "valid")[-1]
+    data = {event["subset"]: event for event in records(save_dir, "event", event="data")}
+    assert records(save_dir, "train")[-1]["tokens_seen"] == data["train"]["tokens"]
+    assert data["train"]["documents"] == data["valid"]["lines_other_part"]
+    found, _ = scores(run, tmp_path, plain, "--path", "run", "--valid-subset", "valid,train")
+    assert list(found) == ["valid", "train"]
+    assert found["valid"]["loss"] == reported["loss"]
+    assert [found[name]["documents"] for name in found] == [
+        data["valid"]["documents"], data["train"]["documents"],
+    ]  # fmt: skip
+    assert found["valid"]["documents"] + found["train"]["documents"] == 60
+    refused = run("train", plain, *tiny, "--valid-fraction", "0.3", *words[2:], "--save-dir", "run")
+    assert refused.code == 1
+    assert "error: --valid-fraction (0.2, now 0.3) changed" in refused.error
+
+
+def test_the_text_of_a_plain_folder_can_be_scored(run, plain, tiny, tmp_path):
+    command = run("train", plain, *tiny, "--max-update", "2", "--save-dir", "run")
+    assert command.code == 0, command.stderr
+    refused = run("validate", plain, "--path", "run", "--cpu")
+    assert refused.code == 1
+    assert "--valid-subset train" in refused.error
+    found, _ = scores(run, tmp_path, "--path", "run", "--valid-subset", "train")
+    assert found["train"]["documents"] == 60
+
+
 def test_a_checkpoint_validates_where_nothing_can_be_written(run, trained, corpus, tmp_path):
     """It is complete in itself: a copy of its folder is enough."""
     copy = tmp_path / "elsewhere/checkpoint_6"

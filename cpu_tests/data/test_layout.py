@@ -106,6 +106,18 @@ def test_a_set_that_is_not_there_is_refused_with_those_that_are(touch, name):
         find_split(data, name)
 
 
+def test_the_training_text_can_be_named_in_every_layout(touch):
+    data = touch("a.jsonl")
+    assert find_sets(data, ["train"]) == ["train"]
+    data = touch("train/0/a.jsonl")
+    assert find_sets(data, ["train/"]) == ["train"]
+
+
+def test_a_part_that_is_held_out_is_the_set_valid(touch):
+    data = touch("a.jsonl")
+    assert find_sets(data, ["valid", "train"], held_out=True) == ["valid", "train"]
+
+
 def test_an_empty_validation_folder_is_refused(touch):
     data = touch("a.jsonl", "valid/x.md")
     with pytest.raises(UserError, match="--valid-subset valid is not in"):

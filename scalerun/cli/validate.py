@@ -45,6 +45,8 @@ class ValidateConfig(ScalerunDataclass):
     def validate(self) -> None:
         if self.path is None:
             raise ConfigError("--path is required: a run folder or a checkpoint folder")
+        if not self.valid_subset:
+            raise ConfigError("--valid-subset is empty; name a set to score")
         above_zero("--batch-size", self.batch_size)
         above_zero("--max-valid-steps", self.max_valid_steps)
         check_num_workers(self.num_workers)
@@ -82,7 +84,10 @@ def score(cfg: ValidateConfig) -> list[SubsetResult]:
     dataset = run.cfg.dataset
     subsets = run.task.valid_subsets(cfg.valid_subset)
     if not subsets:
-        raise UserError(f"{cfg.data or 'the data'} has no validation set; name one below DATA")
+        raise UserError(
+            f"{cfg.data or 'the data'} has no validation set; name a folder below DATA with "
+            "--valid-subset, or score the training text with --valid-subset train"
+        )
     results = []
     for subset in subsets:
         result = evaluate(
