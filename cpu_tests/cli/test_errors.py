@@ -99,6 +99,26 @@ def test_bad_settings_end_in_one_sentence(run, corpus, tiny, case):
     assert "Traceback" not in command.stderr
 
 
+AT_ONCE = {
+    "schedule without an end": (["--max-update", "0", "--max-epoch", "1"], "--max-update"),
+    "sample longer than positions": (
+        ["--decoder-learned-pos", "--max-target-positions", "16"],
+        "--max-target-positions",
+    ),
+    "missing tracker": (["--aim-repo", "aim"], "scalerun[aim]"),
+    "pattern without parameters": (["--lr-scale", "nothing*=0.1"], "nothing*"),
+}
+
+
+@pytest.mark.parametrize("case", AT_ONCE)
+def test_what_has_nothing_to_do_with_the_text_is_said_before_it_is_read(run, corpus, tiny, case):
+    words, says = AT_ONCE[case]
+    spoil_train(b"bad\n")(corpus)
+    command = run("train", corpus, *tiny, *LAST, *words)
+    assert command.code == 2
+    assert says in command.error
+
+
 def test_a_run_folder_that_cannot_be_written_is_named(run, corpus, tiny, tmp_path):
     (tmp_path / "file").write_text("")
     command = run("train", corpus, *tiny, *LAST[:-1], "file/run")

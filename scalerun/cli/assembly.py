@@ -17,7 +17,7 @@ from scalerun.dataclass.errors import ConfigError
 from scalerun.distributed.launch import choose_device
 from scalerun.distributed.precision import choose_precision
 from scalerun.logging.profiler import UpdateProfiler
-from scalerun.logging.sinks import build_sinks
+from scalerun.logging.sinks import build_sinks, check_trackers
 from scalerun.logging.throughput import Throughput, measure_matmul_rate
 from scalerun.models.base_model import BaseModel
 from scalerun.optim.base_optimizer import build_optimizer
@@ -31,7 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 def build_parts(cfg: ScalerunConfig, save_dir: Path) -> TrainerParts:
-    """Build everything that the Trainer puts to work."""
+    """Build everything that the Trainer puts to work.
+
+    What reads text comes late: whatever else is wrong is said before hours of tokenising.
+    """
+    check_trackers(cfg.common)
     device = choose_device(cpu=cfg.common.cpu)
     precision = choose_precision(fp16=cfg.common.fp16, bf16=cfg.common.bf16, device=device)
     task = setup_task(
@@ -41,11 +45,14 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path) -> TrainerParts:
         quarantine=save_dir / "quarantine.jsonl",
     )
     valid_subsets = choose_valid_subsets(cfg, task)
-    loader = build_loader(cfg, task)
     model = task.build_model(cfg.model, seed=cfg.common.seed, device=device)
     if cfg.common.compile:
         model.compile_blocks()
     optimizer = build_optimizer(cfg.optimizer, model.named_parameters())
+    lr_scheduler = build_lr_scheduler(
+        cfg.lr_scheduler, optimizer, max_update=cfg.optimization.max_update
+    )
+    loader = build_loader(cfg, task)
     sinks = build_sinks(
         cfg.common,
         save_dir=save_dir,
@@ -59,9 +66,7 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path) -> TrainerParts:
         model=model,
         criterion=build_criterion(cfg.criterion).to(device),
         optimizer=optimizer,
-        lr_scheduler=build_lr_scheduler(
-            cfg.lr_scheduler, optimizer, max_update=cfg.optimization.max_update
-        ),
+        lr_scheduler=lr_scheduler,
         loader=loader,
         checkpoints=CheckpointManager(
             cfg.checkpoint, run_files=run_files(cfg, task), on_event=sinks.write

@@ -11,13 +11,13 @@ from typing import Any
 
 from scalerun.dataclass.configs import CommonConfig
 from scalerun.dataclass.errors import UserError
-from scalerun.logging.aim_sink import AimSink
+from scalerun.logging.aim_sink import AimSink, import_aim
 from scalerun.logging.base_sink import BaseSink
 from scalerun.logging.console import JsonSink, TextSink, resolve_log_format
 from scalerun.logging.progress_bar import TimeLeft, TqdmSink
 from scalerun.logging.records import Record, encode_record, parse_record
-from scalerun.logging.tensorboard_sink import TensorBoardSink
-from scalerun.logging.wandb_sink import WandbSink
+from scalerun.logging.tensorboard_sink import TensorBoardSink, import_tensorboard
+from scalerun.logging.wandb_sink import WandbSink, import_wandb
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -98,6 +98,20 @@ class SinkGroup(BaseSink):
         with ExitStack() as stack:
             for sink in sinks:
                 stack.callback(sink.close)
+
+
+def check_trackers(cfg: CommonConfig) -> None:
+    """Import what the trackers need, which start much later.
+
+    Raises:
+        ConfigError: a tracker's package is not installed; the message says what to install.
+    """
+    if cfg.tensorboard_logdir is not None:
+        import_tensorboard()
+    if cfg.wandb_project is not None:
+        import_wandb()
+    if cfg.aim_repo is not None:
+        import_aim()
 
 
 def build_sinks(

@@ -10,6 +10,21 @@ from scalerun.logging.base_sink import BaseSink
 from scalerun.logging.records import Record, update_of
 
 
+def import_tensorboard() -> Any:
+    """The class that writes event files.
+
+    Raises:
+        ConfigError: the ``tensorboard`` package is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "--tensorboard-logdir needs the tensorboard package: pip install scalerun[tensorboard]"
+        ) from error
+    return SummaryWriter
+
+
 def scalars_of(record: Record) -> dict[str, float]:
     """The numbers of a record that can be drawn against updates, named ``<set>/<name>``.
 
@@ -37,13 +52,7 @@ class TensorBoardSink(BaseSink):
     """
 
     def __init__(self, logdir: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "--tensorboard-logdir needs the tensorboard package: "
-                "pip install scalerun[tensorboard]"
-            ) from error
+        self._make_writer = import_tensorboard()
         try:
             logdir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -51,7 +60,6 @@ class TensorBoardSink(BaseSink):
                 f"--tensorboard-logdir {logdir} cannot be written: {error.strerror}"
             ) from error
         self.logdir = logdir
-        self._make_writer = SummaryWriter
         self._writer: Any = None
 
     def write(self, record: Record) -> None:
