@@ -107,3 +107,10 @@ def test_a_checkpoint_validates_where_nothing_can_be_written(run, trained, corpu
     (trained / "checkpoint_6").rename(copy)
     found, _ = scores(run, tmp_path, corpus, "--path", copy)
     assert set(found) == {"valid/first", "valid/second"}
+
+
+def test_a_file_for_the_numbers_is_checked_before_the_work(run, trained, corpus, tmp_path):
+    (corpus / "valid/first/00/verse.jsonl").write_text("bad\n")
+    command = run("validate", corpus, "--path", trained, "--json", trained / "config.yaml/x")
+    assert command.code == 1
+    assert f"--json {trained}/config.yaml/x cannot be written" in command.error

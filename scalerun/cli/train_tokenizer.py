@@ -11,6 +11,7 @@ from pathlib import Path
 
 from scalerun.checkpoint.atomic import replace_file
 from scalerun.cli.entry import run_cli
+from scalerun.cli.output_file import prepare_output_file
 from scalerun.data.jsonl_dataset import JsonlDataset, QuarantinedRecord
 from scalerun.data.layout import TRAIN, Split, find_split
 from scalerun.data.part import Part, check_valid_fraction
@@ -78,8 +79,9 @@ def train_tokenizer(cfg: TrainTokenizerConfig) -> Path:
     Raises:
         UserError: the text cannot be read, or the vocabulary does not fit it.
     """
-    split = find_split(cfg.data, TRAIN)
     output = Path(cfg.output)
+    prepare_output_file("--output", output)
+    split = find_split(cfg.data, TRAIN)
     texts = read_texts(split, cfg)
     if cfg.library == "tokenizers":
         content = train_byte_level_bpe(texts, vocab_size=cfg.vocab_size)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scalerun.cli.entry import run_cli
+from scalerun.cli.output_file import prepare_output_file
 from scalerun.criterions.base_criterion import build_criterion
 from scalerun.dataclass.configs import above_zero, check_num_workers
 from scalerun.dataclass.errors import ConfigError, UserError
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Score every set, print a table, write ``--json``; return the exit code."""
     cfg = parse_config(ValidateConfig, argv, prog="scalerun-validate")
     setup_logging()
+    if cfg.json is not None:
+        prepare_output_file("--json", Path(cfg.json))
     with StopSignal():
         results = score(cfg)
     print(format_table(results))

@@ -16,7 +16,7 @@ from scalerun.logging.base_sink import BaseSink
 from scalerun.logging.console import JsonSink, TextSink, resolve_log_format
 from scalerun.logging.progress_bar import TimeLeft, TqdmSink
 from scalerun.logging.records import Record, encode_record, parse_record
-from scalerun.logging.tensorboard_sink import TensorBoardSink, import_tensorboard
+from scalerun.logging.tensorboard_sink import TensorBoardSink, import_tensorboard, make_logdir
 from scalerun.logging.wandb_sink import WandbSink, import_wandb
 
 METRICS_FILE = "metrics.jsonl"
@@ -105,9 +105,11 @@ def check_trackers(cfg: CommonConfig) -> None:
 
     Raises:
         ConfigError: a tracker's package is not installed; the message says what to install.
+        UserError: the folder of ``--tensorboard-logdir`` cannot be made.
     """
     if cfg.tensorboard_logdir is not None:
         import_tensorboard()
+        make_logdir(Path(cfg.tensorboard_logdir))
     if cfg.wandb_project is not None:
         import_wandb()
     if cfg.aim_repo is not None:

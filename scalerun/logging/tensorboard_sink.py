@@ -25,6 +25,20 @@ def import_tensorboard() -> Any:
     return SummaryWriter
 
 
+def make_logdir(logdir: Path) -> None:
+    """Make the folder of event files.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        logdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--tensorboard-logdir {logdir} cannot be written: {error.strerror}"
+        ) from error
+
+
 def scalars_of(record: Record) -> dict[str, float]:
     """The numbers of a record that can be drawn against updates, named ``<set>/<name>``.
 
@@ -53,12 +67,7 @@ class TensorBoardSink(BaseSink):
 
     def __init__(self, logdir: Path) -> None:
         self._make_writer = import_tensorboard()
-        try:
-            logdir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"--tensorboard-logdir {logdir} cannot be written: {error.strerror}"
-            ) from error
+        make_logdir(logdir)
         self.logdir = logdir
         self._writer: Any = None
 
