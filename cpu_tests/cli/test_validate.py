@@ -57,6 +57,32 @@ def test_every_token_of_every_document_counts_once(run, trained, corpus, tmp_pat
         assert numbers["bits_per_byte"] == pytest.approx(bits / num_bytes)
 
 
+PLUGIN = """
+from scalerun.models import register_model_architecture
+from scalerun.models.transformer_lm import MODEL, lm_tiny
+
+register_model_architecture(MODEL, "my_tiny")(lm_tiny)
+"""
+
+
+def test_a_run_is_understood_from_every_folder(run, corpus, tiny, tmp_path):
+    """What the user typed was relative to the folder that the run was started from."""
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins/mine.py").write_text(PLUGIN)
+    words = ["--user-dir", "plugins", "--arch", "my_tiny", "--max-update", "2"]
+    command = run("train", "data", *tiny, *words, "--save-dir", "run")
+    assert command.code == 0, command.stderr
+    assert "data: data" in (tmp_path / "run/config.yaml").read_text()
+    (tmp_path / "elsewhere").mkdir()
+    score = run("validate", "--path", "../run", "--cpu", cwd=tmp_path / "elsewhere")
+    assert score.code == 0, score.stderr
+    assert "valid/first" in score.stdout
+    corpus.rename(tmp_path / "moved")
+    score = run("validate", "--path", "run", "--cpu")
+    assert score.code == 1
+    assert f"the data folder {tmp_path}/data does not exist" in score.error
+
+
 def test_one_set_can_be_named(run, trained, tmp_path):
     found, _ = scores(run, tmp_path, "--path", trained, "--valid-subset", "valid/second")
     assert list(found) == ["valid/second"]

@@ -29,6 +29,9 @@ from scalerun.trainer import TrainerParts
 
 logger = logging.getLogger(__name__)
 
+PATHS = {"common": ("user_dir",), "task": ("data", "cache_dir")}
+"""Settings that name folders, which a checkpoint's user may look for from anywhere."""
+
 
 def build_parts(cfg: ScalerunConfig, save_dir: Path) -> TrainerParts:
     """Build everything that the Trainer puts to work.
@@ -129,7 +132,13 @@ def build_throughput(
 
 def run_files(cfg: ScalerunConfig, task: BaseTask) -> dict[str, str | Path]:
     """Files that make a checkpoint complete in itself."""
-    files: dict[str, str | Path] = {CONFIG_FILE: json.dumps(cfg.to_dict(), indent=1)}
+    content = cfg.to_dict()
+    for section, names in PATHS.items():
+        for name in names:
+            value = content[section].get(name)
+            if isinstance(value, str) and value and Path(value).expanduser().exists():
+                content[section][name] = str(Path(value).expanduser().absolute())
+    files: dict[str, str | Path] = {CONFIG_FILE: json.dumps(content, indent=1)}
     files.update({f"{ASSETS_FOLDER}/{name}": path for name, path in task.assets().items()})
     return files
 
