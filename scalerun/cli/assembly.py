@@ -24,6 +24,7 @@ from scalerun.optim.base_optimizer import build_optimizer
 from scalerun.optim.ema import EMA
 from scalerun.optim.loss_scaler import DynamicLossScaler
 from scalerun.optim.lr_scheduler.base_lr_scheduler import build_lr_scheduler
+from scalerun.plugins import plugin_errors
 from scalerun.tasks.base_task import BaseTask, setup_task
 from scalerun.trainer import TrainerParts
 
@@ -33,6 +34,7 @@ PATHS = {"common": ("user_dir",), "task": ("data", "cache_dir")}
 """Settings that name folders, which a checkpoint's user may look for from anywhere."""
 
 
+@plugin_errors()
 def build_parts(cfg: ScalerunConfig, save_dir: Path) -> TrainerParts:
     """Build everything that the Trainer puts to work.
 
