@@ -318,7 +318,7 @@ class Trainer:
         common = self.cfg.common
         if common.nonfinite == "stop":
             raise FloatingPointError(
-                f"{where}; the weights are those of update {self.num_updates}; give "
+                f"{where}; the weights are those of update {self.num_updates}; lower --lr, or give "
                 f"--nonfinite skip, or --skip-batches {self.num_updates + 1} to leave this data out"
             )
         self.progress.skips_in_a_row += 1

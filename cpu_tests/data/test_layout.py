@@ -1,4 +1,5 @@
 import logging
+import os
 
 import pytest
 
@@ -54,6 +55,19 @@ def test_strays_are_named_in_one_line_and_never_abort(touch, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         f"not used in {data}/train: .ipynb_checkpoints, 7, README, late.jsonl",
         f"not used in {data}/train/0: .DS_Store, notes.md",
+    ]
+
+
+@pytest.mark.parametrize("below", ["train/0", "train", "."])
+def test_what_looks_like_text_and_cannot_be_read_is_warned_about(touch, caplog, below):
+    data = touch(f"{below}/a.jsonl", f"{below}/.hidden.jsonl")
+    (data / below / "gone.jsonl").symlink_to("nowhere.jsonl")
+    os.mkfifo(data / below / "pipe.jsonl.gz")
+    assert names(find_split(data, "train")) == [[f"{below}/a.jsonl".removeprefix("./")]]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{data / below / 'gone.jsonl'} is not read: it is a link to nowhere.jsonl, which is not "
+        "there",
+        f"{data / below / 'pipe.jsonl.gz'} is not read: it is a pipe or another special file",
     ]
 
 

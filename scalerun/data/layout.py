@@ -75,7 +75,7 @@ def find_split(data: str | Path, name: str) -> Split:
         if files:
             _log_strays(
                 root,
-                (p for p in _entries(root) if p.is_file() and p not in {f.path for f in files}),
+                (p for p in _entries(root) if not p.is_dir() and p not in {f.path for f in files}),
             )
             return Split(name, [files])
         raise UserError(
@@ -206,9 +206,16 @@ def _expected(folder: Path) -> str:
 
 
 def _log_strays(folder: Path, paths: Iterable[Path]) -> None:
-    names = [path.name for path in paths]
-    if names:
-        logger.info("not used in %s: %s", folder, _listed(names))
+    strays = list(paths)
+    if strays:
+        logger.info("not used in %s: %s", folder, _listed([path.name for path in strays]))
+    for path in strays:
+        if path.name.lower().endswith(SUFFIXES) and not path.name.startswith("."):
+            kind = "a folder" if path.is_dir() else "a pipe or another special file"
+            if path.is_symlink() and not path.exists():
+                kind = f"a link to {path.readlink()}, which is not there"
+            if not path.is_file():
+                logger.warning("%s is not read: it is %s", path, kind)
 
 
 def _log_gaps(folder: Path, numbers: list[int]) -> None:

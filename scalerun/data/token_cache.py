@@ -89,6 +89,8 @@ class TokenCache:
         tokens = self._open(path, key)
         if tokens is not None:
             return tokens
+        with self._explained():
+            self.folder.mkdir(exist_ok=True)  # somebody may have emptied the run folder
         with self._explained(), self._lock(path, should_stop) as alone:
             tokens = self._open(path, key)  # another process may have made it meanwhile
             if tokens is None:
@@ -175,6 +177,11 @@ class TokenCache:
         try:
             yield
         except OSError as error:
+            if not self.folder.parent.exists():
+                raise UserError(
+                    f"{self.folder.parent} with the token cache is gone: it was deleted or moved "
+                    "during the run"
+                ) from error
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             reason = "the disk is full" if full else error.strerror
             raise UserError(

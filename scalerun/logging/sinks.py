@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -26,7 +27,7 @@ class JsonlSink(BaseSink):
     """Appends each record to a file as one line of JSON, with one write call.
 
     A line that a kill cut short is removed when the file is opened; a whole record that lacks only
-    its line feed gets one.
+    its line feed gets one. A file that somebody deletes is made again.
 
     Raises:
         UserError: the file cannot be opened or written, for instance on a full disk.
@@ -36,14 +37,16 @@ class JsonlSink(BaseSink):
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
-            self._heal()
+            self._open()
         except OSError as error:
             raise self._failure(error) from error
 
     def write(self, record: Record) -> None:
         line = (encode_record(record) + "\n").encode()
         try:
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                self._file.close()
+                self._open()
             written = self._file.write(line)
         except OSError as error:
             raise self._failure(error) from error
@@ -52,6 +55,10 @@ class JsonlSink(BaseSink):
 
     def close(self) -> None:
         self._file.close()
+
+    def _open(self) -> None:
+        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
+        self._heal()
 
     def _heal(self) -> None:
         size = self._file.seek(0, io.SEEK_END)
@@ -71,6 +78,8 @@ class JsonlSink(BaseSink):
             self._file.truncate(size - len(torn))
 
     def _failure(self, error: OSError) -> UserError:
+        if not self.path.parent.exists():
+            return UserError(f"{self.path.parent} is gone: it was deleted or moved during the run")
         return UserError(f"{self.path} cannot be written: {error.strerror}")
 
 
