@@ -390,6 +390,23 @@ class Trainer:
     def validate(self) -> None:
         """Score every validation set; a signal breaks it off, to be done again after the resume."""
         self.progress.unfinished_validation = True
+        try:
+            results = self.score()
+        except UserError:
+            # A bad record far into a validation set: nothing that was learned is lost.
+            if self.num_updates:
+                self.save(final=True)
+            raise
+        if results is None:
+            return
+        self.progress.unfinished_validation = False
+        self.progress.validated_at = self.num_updates
+        for result in results:
+            self.sinks.write({"kind": "valid", "num_updates": self.num_updates, **result.record()})
+        self.judge(results)
+
+    def score(self) -> list[SubsetResult] | None:
+        """Evaluate the model on every validation set; None when a signal breaks it off."""
         results = []
         for subset in self.parts.valid_subsets:
             result = evaluate(
@@ -404,13 +421,9 @@ class Trainer:
                 should_stop=lambda: self.stop_signal.signum is not None,
             )
             if result is None:
-                return
+                return None
             results.append(result)
-        self.progress.unfinished_validation = False
-        self.progress.validated_at = self.num_updates
-        for result in results:
-            self.sinks.write({"kind": "valid", "num_updates": self.num_updates, **result.record()})
-        self.judge(results)
+        return results
 
     def judge(self, results: list[SubsetResult]) -> None:
         """Compare the checkpoint metric with the best so far; save a new best."""

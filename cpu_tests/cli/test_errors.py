@@ -170,6 +170,28 @@ def trained(run, corpus, tiny, tmp_path):
     return tmp_path / "run"
 
 
+def test_a_bad_validation_set_is_noticed_before_training(run, corpus, tiny, records, tmp_path):
+    (corpus / "valid/second/00/verse.jsonl").write_bytes(b"[]\n")
+    command = run("train", corpus, *tiny, *LAST)
+    assert command.code == 1
+    assert "second/00/verse.jsonl:1" in command.error
+    assert not (tmp_path / "run/config.yaml").exists()
+
+
+def test_a_bad_record_far_into_a_validation_set_loses_nothing(run, corpus, tiny, records, tmp_path):
+    (corpus / "valid/second/01").mkdir()
+    (corpus / "valid/second/01/verse.jsonl").write_bytes(b"[]\n")
+    words = ["--max-update", "3", "--save-dir", "run"]
+    command = run("train", corpus, *tiny, *words)
+    assert command.code == 1
+    assert "second/01/verse.jsonl:1" in command.error
+    assert (tmp_path / "run/checkpoint_3").is_dir()
+    (corpus / "valid/second/01/verse.jsonl").write_bytes(text_line("Repaired."))
+    command = run("train", corpus, *tiny, *words)
+    assert command.code == 0, command.stderr
+    assert len(records(tmp_path / "run", "valid", num_updates=3)) == 2
+
+
 @pytest.mark.parametrize("damage", ["truncated", "one bit", "missing file", "empty manifest"])
 def test_a_damaged_checkpoint_is_named_kept_and_passed_over(run, corpus, tiny, trained, damage):
     tensors = next((trained / "checkpoint_4").glob("*.distcp"))

@@ -58,6 +58,8 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path) -> TrainerParts:
         cfg.lr_scheduler, optimizer, max_update=cfg.optimization.max_update
     )
     loader = build_loader(cfg, task)
+    for subset in valid_subsets:
+        task.load_dataset(subset, training=False)  # else its faults would show hours later
     sinks = build_sinks(
         cfg.common,
         save_dir=save_dir,
