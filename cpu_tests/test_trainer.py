@@ -193,6 +193,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_its_place(
     assert command.wait() == 1
     assert "update 3 on rank 0" in command.error
     assert "the weights are those of update 2" in command.error
+    assert command.error.endswith("out, or begin again with a lower --lr")
     assert "Traceback" not in command.stderr
     # Nothing is lost: the same command stands before the same update again.
     calm = [word if word != "3,4" else "999" for word in words]

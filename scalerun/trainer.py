@@ -318,8 +318,9 @@ class Trainer:
         common = self.cfg.common
         if common.nonfinite == "stop":
             raise FloatingPointError(
-                f"{where}; the weights are those of update {self.num_updates}; lower --lr, or give "
-                f"--nonfinite skip, or --skip-batches {self.num_updates + 1} to leave this data out"
+                f"{where}; the weights are those of update {self.num_updates}; give "
+                f"--nonfinite skip or --skip-batches {self.num_updates + 1} to leave this data "
+                "out, or begin again with a lower --lr"
             )
         self.progress.skips_in_a_row += 1
         self.event("skipped", reason=where)
