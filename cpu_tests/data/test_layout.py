@@ -146,6 +146,13 @@ def test_a_missing_folder_and_a_file_are_refused(touch):
         find_split(data / "a.jsonl", "train")
 
 
+def test_a_relative_folder_that_is_missing_says_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    says = rf"the data folder nowhere \({tmp_path}/nowhere\) does not exist"
+    with pytest.raises(UserError, match=says):
+        find_split("nowhere", "train")
+
+
 def test_a_folder_without_text_is_refused_with_what_it_holds(touch):
     data = touch("a.csv", "b.parquet")
     with pytest.raises(UserError, match=r"found a\.csv, b\.parquet; expected \.jsonl"):

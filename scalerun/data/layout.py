@@ -124,7 +124,8 @@ def data_folder(data: str | Path) -> Path:
     if root.is_dir():
         return root
     what = "is a file" if root.is_file() else "does not exist"
-    raise UserError(f"the data folder {root} {what}; give a folder with text files in it")
+    place = root if root.is_absolute() else f"{root} ({root.absolute()})"
+    raise UserError(f"the data folder {place} {what}; give a folder with text files in it")
 
 
 def _entries(folder: Path) -> list[Path]:
