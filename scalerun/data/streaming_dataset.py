@@ -104,7 +104,7 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
     @property
     def ingredients(self) -> dict[str, str]:
         packing, mixture, part = self.recipe.packing, self.recipe.mixture, self.cache.part
-        weights = ",".join(f"{name}={share:g}" for name, share in sorted(mixture.weights.items()))
+        weights = ",".join(f"{name}={share}" for name, share in sorted(mixture.weights.items()))
         return {
             "the training text": f"digest {self._fingerprint.split('-')[0][:SHOWN_DIGITS]}",
             "--tokenizer": f"digest {self.cache.tokenizer.digest[:SHOWN_DIGITS]}",
@@ -112,8 +112,8 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
             "--tokens-per-sample": str(packing.tokens_per_sample),
             "--seed": str(self.recipe.seed),
             "--corpus-weights": weights or "none",
-            "--multicorpus-sampling-alpha": f"{mixture.alpha:g}",
-            "--valid-fraction": f"{part.fraction if part is not None else 0:g}",
+            "--multicorpus-sampling-alpha": str(mixture.alpha),
+            "--valid-fraction": str(part.fraction if part is not None else 0.0),
         }
 
     def num_shards(self) -> int:
