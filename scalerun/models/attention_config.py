@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import option
 from scalerun.models.block_config import BlockConfig
+from scalerun.models.moe_config import MOE_FREE_SETTINGS, MoEConfig
 from scalerun.models.stack import Axes, Stack
 
 XPOS_BASE = 512
@@ -16,10 +17,10 @@ XPOS_LARGEST_EXPONENT = 80.0
 
 
 @dataclass
-class AttentionConfig(BlockConfig):
+class AttentionConfig(BlockConfig, MoEConfig):
     """Attention, its positions, and the form of the per-token layers."""
 
-    free_settings = BlockConfig.free_settings | {"attention_dropout"}
+    free_settings = BlockConfig.free_settings | MOE_FREE_SETTINGS | {"attention_dropout"}
 
     attention_dropout: float = option(0.0, "dropout on attention weights")
     rms_norm: bool = option(False, "RMSNorm in place of LayerNorm everywhere")
@@ -47,6 +48,7 @@ class AttentionConfig(BlockConfig):
             if value < low:
                 raise ConfigError(f"{flag} is {value}; give {low} or more")
         self.check_sizes()
+        self.check_moe(self.stacks())
         for stack in self.stacks():
             for contradicts, message in ATTENTION_CONTRADICTIONS:
                 if contradicts(self, stack):
@@ -176,6 +178,10 @@ ATTENTION_CONTRADICTIONS: tuple[tuple[Callable[[AttentionConfig, Stack], bool], 
         ),
         "--{stack.side}-learned-pos and --no-token-positional-embeddings exclude each other; "
         "give one of them",
+    ),
+    (
+        lambda cfg, stack: cfg.glu and cfg.moe_freq == 1,
+        "--glu has no effect with --moe-freq 1, since experts are not gated; remove one of them",
     ),
     (
         lambda cfg, stack: (
