@@ -110,17 +110,16 @@ class MoEConfig(ScalerunDataclass):
         for contradicts, message in MOE_CONTRADICTIONS:
             if contradicts(self):
                 raise ConfigError(message.format(cfg=self))
-        for stack in stacks:
-            if self.moe_freq > stack.num_layers:
-                raise ConfigError(
-                    f"--moe-freq {self.moe_freq} gives none of the {stack.num_layers} layers "
-                    f"(--{stack.side}-layers) experts; lower it"
-                )
-            if stack.multiway:
-                raise ConfigError(
-                    "--moe-freq and --multiway exclude each other: a mixture of experts has no "
-                    "halves; give one of them"
-                )
+        if all(self.moe_freq > stack.num_layers for stack in stacks):
+            layers = " or ".join(f"--{stack.side}-layers {stack.num_layers}" for stack in stacks)
+            raise ConfigError(
+                f"--moe-freq {self.moe_freq} gives no layer of {layers} experts; lower it"
+            )
+        if any(stack.multiway for stack in stacks):
+            raise ConfigError(
+                "--moe-freq and --multiway exclude each other: a mixture of experts has no "
+                "halves; give one of them"
+            )
 
     def _check_unused(self) -> None:
         unset = MoEConfig()

@@ -60,6 +60,8 @@ def check_norm_placement(cfg: BlockConfig, normalize_before: bool | None, side: 
         ConfigError: names both flags.
     """
     flag = f"{side}-normalize-before"
+    if cfg.keep_norm_placement:
+        return
     if cfg.deepnorm and normalize_before is True:
         raise ConfigError(f"--deepnorm norms after each branch; remove --{flag}")
     if cfg.subln and normalize_before is False:
