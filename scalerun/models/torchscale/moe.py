@@ -20,6 +20,17 @@ GATE_RENAMES = (
     ),
     (r"layers\.(\d+)\.moe_layer\.gate\.wg", r"layers.\1.ffn.router.gate.expert_rows"),
 )
+MOE = (
+    "moe_freq",
+    "moe_expert_count",
+    "moe_top1_expert",
+    "moe_gating_use_fp32",
+    "moe_eval_capacity_token_fraction",
+    "moe_second_expert_policy",
+    "moe_normalize_gate_prob_before_dropping",
+    "use_xmoe",
+)
+"""Fields that mean the same here."""
 EXPERT_KEY = re.compile(
     r"layers\.(\d+)\.moe_layer\.experts\.(\d+)\.(fc1|fc2|ffn_layernorm)\.(weight|bias)"
 )
