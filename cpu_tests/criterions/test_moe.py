@@ -92,3 +92,49 @@ def test_a_model_without_experts_is_refused() -> None:
 def test_a_weight_that_is_no_share_is_refused(weight: float) -> None:
     with pytest.raises(ConfigError, match="--moe-gate-loss-wt is"):
         MoECrossEntropyConfig(moe_gate_loss_wt=weight).validate()
+
+
+EXPERTS = ["--moe-freq", "2", "--moe-expert-count", "4", "--use-xmoe"]
+GATED = [*EXPERTS, "--criterion", "moe_cross_entropy", "--max-update", "4"]
+
+
+def test_a_run_logs_the_load_of_every_expert(undisturbed: Any, records: Any) -> None:
+    folder = undisturbed("experts", [*GATED, "--log-interval", "2", "--save-interval-updates", "3"])
+    for record in records(folder, "train"):
+        (load,) = record["expert_load"]
+        assert len(load) == 4
+        assert sum(load) == pytest.approx(1.0)
+        assert record["moe_gate_loss"] > 0.9
+        assert 0 < record["entropy_gating"] <= math.log(4)
+    plain = undisturbed("dense", ["--max-update", "4"])
+    for one, other in zip(records(folder, "valid"), records(plain, "valid"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=0.1)
+
+
+def test_a_run_with_experts_resumes_to_the_bit(
+    undisturbed: Any, records: Any, run: Any, corpus: Any, tiny: list[str], tmp_path: Any
+) -> None:
+    straight = undisturbed("straight_experts", [*GATED, "--log-interval", "4"])
+    words = [
+        *tiny,
+        *GATED,
+        "--log-interval",
+        "4",
+        "--save-dir",
+        "run",
+        "--save-interval-updates",
+        "2",
+    ]
+    assert run("train", corpus, *words, "--stop-time-hours", "1e-9").code == 0
+    assert run("train", corpus, *words).code == 0
+    (expected,), (found,) = (records(f, "train")[-1:] for f in (straight, tmp_path / "run"))
+    for name in ("loss", "gnorm", "moe_gate_loss", "expert_load", "overflow_expert2"):
+        assert found[name] == expected[name]
+
+
+def test_training_experts_without_a_gate_loss_is_one_sentence(
+    run: Any, corpus: Any, tiny: list[str]
+) -> None:
+    failed = run("train", corpus, *tiny, *EXPERTS, "--max-update", "1", "--save-dir", "run")
+    assert failed.code == 1
+    assert "give --criterion moe_cross_entropy" in failed.error
