@@ -19,6 +19,8 @@ from scalerun.modules.moe.router import Routing
 
 ALIGNMENT = 16
 """Bytes that the rows of a grouped product's matrices have to be a multiple of."""
+BLOCK_ELEMENTS = {"cpu": 2**18}
+"""Elements treated at a time: about a CPU's second-level cache."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,14 @@ class Dispatch:
             rows: Tensor = _Spread.apply(values_EF, self)
             return rows
         return values_EF.index_select(0, self.experts_R)
+
+    def add(self, y_RF: Tensor, values_EF: Tensor) -> Tensor:
+        """``y_RF`` itself, with each row's expert's values added."""
+        values_EF = values_EF.to(y_RF.dtype)
+        if is_grouped(values_EF, values_EF.shape[1]):
+            total: Tensor = _Add.apply(y_RF, values_EF, self)
+            return total
+        return y_RF.add_(values_EF.index_select(0, self.experts_R))
 
     def multiply(self, x_RF: Tensor, weight_EGF: Tensor) -> Tensor:
         """(R, G): each row times its expert's matrix (G, F), transposed."""
@@ -177,11 +187,38 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RF: Tensor) -> tuple[Tensor, None]:
-        rows = ALIGNMENT // grad_RF.dtype.itemsize
-        ones = grad_RF.new_ones(len(grad_RF), rows)
-        with torch.autocast(grad_RF.device.type, enabled=False):
-            sums = F.grouped_mm(ones.t(), grad_RF.contiguous(), offs=ctx.dispatch.ends_E)
-        return sums[:, 0], None
+        return _sum_by_expert(grad_RF, ctx.dispatch), None
+
+
+class _Add(torch.autograd.Function):
+    """(R, F) + (E, F) -> (R, F), in place and a block of rows at a time.
+
+    Spread over all rows the values would be as large as the activations.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y_RF: Tensor, values_EF: Tensor, dispatch: Dispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        ctx.mark_dirty(y_RF)
+        elements = BLOCK_ELEMENTS.get(y_RF.device.type, y_RF.numel())
+        step = max(1, elements // y_RF.shape[1])
+        for block_RF, experts_R in zip(
+            y_RF.split(step), dispatch.experts_R.split(step), strict=True
+        ):
+            block_RF.add_(values_EF.index_select(0, experts_R))
+        return y_RF
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RF: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad_RF, _sum_by_expert(grad_RF, ctx.dispatch), None
+
+
+def _sum_by_expert(rows_RF: Tensor, dispatch: Dispatch) -> Tensor:
+    """(E, F): each expert's rows added up, as a product with ones."""
+    ones = rows_RF.new_ones(len(rows_RF), ALIGNMENT // rows_RF.dtype.itemsize)
+    with torch.autocast(rows_RF.device.type, enabled=False):
+        return F.grouped_mm(ones.t(), rows_RF.contiguous(), offs=dispatch.ends_E)[:, 0]
 
 
 def _sum_rows(rows_RD: Tensor, weights_KS: Tensor, dispatch: Dispatch) -> Tensor:

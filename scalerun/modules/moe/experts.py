@@ -100,12 +100,11 @@ class Experts(nn.Module):
     def forward(self, x_RD: Tensor, dispatch: Dispatch) -> Tensor:
         """(R, D) from (R, D)."""
         h_RF = dispatch.multiply(x_RD, self.fc1_weight)
-        h_RF = self.activation(h_RF.add_(dispatch.spread(self.fc1_bias.to(h_RF.dtype))))
+        h_RF = self.activation(dispatch.add(h_RF, self.fc1_bias))
         h_RF = dropout(h_RF, self.activation_dropout, training=self.training)
         if self.inner_norm is not None:
             h_RF = self.inner_norm(h_RF, dispatch)
-        y_RD = dispatch.multiply(h_RF, self.fc2_weight)
-        y_RD = y_RD.add_(dispatch.spread(self.fc2_bias.to(y_RD.dtype)))
+        y_RD = dispatch.add(dispatch.multiply(h_RF, self.fc2_weight), self.fc2_bias)
         return dropout(y_RD, self.dropout, training=self.training)
 
     def weights_per_expert(self) -> int:
