@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -62,6 +63,34 @@ class BaseCriterion(nn.Module, ABC):
                 "give --criterion moe_cross_entropy"
             )
         return output
+
+
+class Objective:
+    """Which loss a run is trained with. Its settings are numbers that may change in mid-run.
+
+    Args:
+        cfg: the criterion's configuration.
+    """
+
+    def __init__(self, cfg: ScalerunDataclass) -> None:
+        self.name = cfg._name
+
+    def state_dict(self) -> dict[str, Any]:
+        """The criterion's name."""
+        return {"name": self.name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check that a checkpoint was trained with the same loss.
+
+        Raises:
+            UserError: it was not.
+        """
+        if state["name"] != self.name:
+            raise UserError(
+                f"the checkpoint was trained with --criterion {state['name']}, not {self.name}; "
+                "use the criterion that it was trained with, or start a new run from it: "
+                "--save-dir NEW --restore-file OLD"
+            )
 
 
 CRITERION_REGISTRY: Registry[BaseCriterion] = Registry(
