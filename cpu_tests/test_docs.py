@@ -36,7 +36,7 @@ SCRIPTS = {
 }
 SMALL = {
     "train": [
-        "--decoder-layers", "1", "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "32",
+        "--decoder-layers", "2", "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "32",
         "--decoder-attention-heads", "2", "--tokens-per-sample", "32", "--batch-size", "4",
         "--warmup-updates", "1", "--cpu",
     ],

@@ -264,7 +264,7 @@ class Trainer:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.parts.precision.device)
         stats = []
         for index, batch in enumerate(batches):
-            output = self.forward_backward(batch, index, num_targets, len(batches))
+            output = self.forward_backward(batch, index, num_targets)
             loss_sum += output.loss_sum.detach()
             stats.append(output.stats)
         if self.parts.loss_scaler is not None:
@@ -287,17 +287,16 @@ class Trainer:
         self.lr_scheduler.step_update(self.num_updates)  # sets the rate of the next update
         return True
 
-    def forward_backward(
-        self, batch: Batch, index: int, num_targets: int, num_batches: int
-    ) -> CriterionOutput:
+    def forward_backward(self, batch: Batch, index: int, num_targets: int) -> CriterionOutput:
         """Add one batch's gradients."""
         seed_forward(self.cfg.common.seed, self.num_updates, index)
         batch = batch.to(self.parts.precision.device)
         with self.parts.precision.autocast():
             output = self.task.train_step(batch, self.model, self.criterion)
-        loss = output.loss_sum / max(num_targets, 1)
+        loss = output.loss_sum
         if output.aux_loss is not None:
-            loss = loss + output.aux_loss / num_batches
+            loss = loss + output.num_targets * output.aux_loss
+        loss = loss / max(num_targets, 1)
         if self.parts.loss_scaler is not None:
             loss = self.parts.loss_scaler.scale(loss)
         loss.backward()
@@ -336,7 +335,7 @@ class Trainer:
         with NanDetector(self.model) as detector:
             num_targets = sum(batch.num_targets for batch in batches)
             for index, batch in enumerate(batches):
-                self.forward_backward(batch, index, num_targets, len(batches))
+                self.forward_backward(batch, index, num_targets)
             where = detector.describe()
         self.optimizer.zero_grad()
         return f"update {self.num_updates + 1} on rank 0 is not finite: {where}"

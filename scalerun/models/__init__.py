@@ -7,6 +7,7 @@ from scalerun.models import (
     transformer_lm,
     transformer_mlm,
     transformer_mt,
+    xmoe,
 )
 from scalerun.models.base_decoder import BaseDecoder, DecoderOutput
 from scalerun.models.base_model import (
@@ -33,4 +34,5 @@ __all__ = [
     "transformer_lm",
     "transformer_mlm",
     "transformer_mt",
+    "xmoe",
 ]

@@ -48,6 +48,7 @@ class AttentionConfig(BlockConfig):
             if value < low:
                 raise ConfigError(f"{flag} is {value}; give {low} or more")
         self.check_sizes()
+        self.check_moe(self.stacks())
         for stack in self.stacks():
             for contradicts, message in ATTENTION_CONTRADICTIONS:
                 if contradicts(self, stack):
@@ -189,6 +190,10 @@ ATTENTION_CONTRADICTIONS: tuple[tuple[Callable[[AttentionConfig, Stack], bool], 
         ),
         "--{stack.side}-learned-pos and --no-token-positional-embeddings exclude each other; "
         "give one of them",
+    ),
+    (
+        lambda cfg, stack: cfg.glu and cfg.moe_freq == 1,
+        "--glu has no effect with --moe-freq 1, since experts are not gated; remove one of them",
     ),
     (
         lambda cfg, stack: (

@@ -11,6 +11,7 @@ from scalerun.models.torchscale.configs import (
     EncoderConfig,
     EncoderDecoderConfig,
 )
+from scalerun.models.torchscale.moe import moe_settings
 from scalerun.models.transformer_config import TransformerConfig
 from scalerun.models.transformer_encoder import TransformerEncoderConfig
 from scalerun.models.transformer_mt import TransformerMTConfig
@@ -131,10 +132,8 @@ def _copied(given: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 def _options(given: AttentionFields) -> dict[str, Any]:
     """Settings whose name or form differs, and refusal of what there is no form for."""
-    if given.moe_freq:
-        raise ConfigError(f"TorchScale's moe_freq={given.moe_freq} is not a dense model")
     if given.segment_length or given.dilated_ratio:
         raise ConfigError("TorchScale's segment_length is not plain attention")
     if given.seq_parallel:
         raise ConfigError("TorchScale's seq_parallel belongs to the trainer; leave it out")
-    return {"init": "bert" if given.bert_init else "torchscale"}
+    return {"init": "bert" if given.bert_init else "torchscale", **moe_settings(given)}
