@@ -1,6 +1,6 @@
 """Models: what can be trained, and the presets by which they are chosen."""
 
-from scalerun.models import transformer_lm
+from scalerun.models import longnet, transformer_lm
 from scalerun.models.base_decoder import BaseDecoder, DecoderOutput
 from scalerun.models.base_model import (
     ARCH_REGISTRY,
@@ -18,6 +18,7 @@ __all__ = [
     "BaseModel",
     "DecoderOutput",
     "build_model",
+    "longnet",
     "register_model",
     "register_model_architecture",
     "transformer_lm",
