@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scalerun.models import ARCH_REGISTRY
-from scalerun.models.torchscale import NORM_FIELDS, SAME_MEANING
+from scalerun.models.torchscale.translate import DECODER, SHARED
 from scalerun.models.transformer_config import TransformerConfig
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -86,16 +86,17 @@ def test_the_keys_of_the_json_files_are_those_on_the_pages(run, run_folder, tmp_
 def test_the_presets_are_those_on_the_page():
     presets = {}
     for row in rows(section(page("architectures"), "Presets"))[1:]:
-        presets[names(row[0])[0]] = [int(cell) for cell in row[1:6]]
+        for name in names(row[0]):
+            presets[name] = [int(cell) for cell in row[1:6]]
     assert set(presets) == set(ARCH_REGISTRY.names())
     for name, numbers in presets.items():
-        cfg = ARCH_REGISTRY.config_for(name)
+        stack = ARCH_REGISTRY.config_for(name).stacks()[-1]
         assert numbers == [
-            cfg.decoder_layers,
-            cfg.decoder_embed_dim,
-            cfg.decoder_attention_heads,
-            cfg.decoder_ffn_embed_dim,
-            cfg.max_target_positions,
+            stack.num_layers,
+            stack.dim,
+            stack.num_heads,
+            stack.ffn_dim,
+            stack.max_positions,
         ]
 
 
@@ -103,7 +104,7 @@ def test_torchscales_names_and_ours_are_those_on_the_page():
     text = section(page("architectures"), "TorchScale's names")
     theirs, ours = text.split("Where scalerun differs")
     settings = {field.name for field in fields(TransformerConfig)}
-    shared = {*SAME_MEANING, *NORM_FIELDS, "max_target_positions"}
+    shared = {*DECODER, *SHARED, "decoder_normalize_before"}
     assert set(names(theirs.split("These have its meaning:")[1])) == shared
     assert set(names(ours.split("These are ours:")[1])) == settings - shared
 

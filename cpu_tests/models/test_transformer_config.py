@@ -51,6 +51,9 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"dilated_head_offset": "mod"}, "--dilated-head-offset has no effect"),
     ({"dilated_merge_gradient": "exact"}, "--dilated-merge-gradient has no effect"),
     ({"megatron_init_sigma": 0.02}, "--megatron-init-sigma has no effect"),
+    ({"keep_norm_placement": True}, "--keep-norm-placement has no effect"),
+    ({"sinusoidal_pos": True, "decoder_learned_pos": True}, "--sinusoidal-pos and --decoder-lear"),
+    ({"sinusoidal_pos": True, "no_token_positional_embeddings": True}, "--sinusoidal-pos and --no"),
 ]
 BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"decoder_layers": 0}, "--decoder-layers is 0; give 1 or more"),
@@ -119,6 +122,8 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "glu": ({}, True),
     "decoder_learned_pos": ({}, True),
     "no_token_positional_embeddings": ({}, True),
+    "sinusoidal_pos": ({"rotary": True}, True),
+    "keep_norm_placement": ({"deepnorm": True}, True),
     "rotary": ({}, True),
     "xpos_rel_pos": ({}, True),
     "xpos_scale_base": ({"xpos_rel_pos": True}, 16),

@@ -1,6 +1,13 @@
 """Models: what can be trained, and the presets by which they are chosen."""
 
-from scalerun.models import longnet, transformer_lm
+from scalerun.models import (
+    beit3,
+    longnet,
+    transformer_encoder,
+    transformer_lm,
+    transformer_mlm,
+    transformer_mt,
+)
 from scalerun.models.base_decoder import BaseDecoder, DecoderOutput
 from scalerun.models.base_model import (
     ARCH_REGISTRY,
@@ -17,9 +24,13 @@ __all__ = [
     "BaseDecoder",
     "BaseModel",
     "DecoderOutput",
+    "beit3",
     "build_model",
     "longnet",
     "register_model",
     "register_model_architecture",
+    "transformer_encoder",
     "transformer_lm",
+    "transformer_mlm",
+    "transformer_mt",
 ]

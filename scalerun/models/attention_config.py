@@ -28,6 +28,7 @@ class AttentionConfig(BlockConfig, DilationConfig):
     no_token_positional_embeddings: bool = option(
         False, "no absolute positions (sinusoidal ones are the default without a relative scheme)"
     )
+    sinusoidal_pos: bool = option(False, "sinusoidal positions, also beside a relative scheme")
     rotary: bool = option(False, "rotary positions")
     xpos_rel_pos: bool = option(False, "XPos positions")
     xpos_scale_base: int = option(XPOS_BASE, "distance scale of XPos, in tokens")
@@ -93,6 +94,8 @@ class AttentionConfig(BlockConfig, DilationConfig):
         """The position scheme of an embedding: a relative scheme replaces the default."""
         if learned:
             return "learned"
+        if self.sinusoidal_pos:
+            return "sinusoidal"
         if self.no_token_positional_embeddings or self.relative_position != "none":
             return "none"
         return "sinusoidal"
@@ -156,6 +159,10 @@ ATTENTION_CONTRADICTIONS: tuple[tuple[Callable[[AttentionConfig, Stack], bool], 
         "--xpos-rel-pos instead of a bias",
     ),
     (
+        lambda cfg, stack: stack.zero_keys and not cfg.segment_length,
+        "--encoder-zero-keys has no effect without --segment-length; add that or remove this",
+    ),
+    (
         lambda cfg, stack: not cfg.xpos_rel_pos and cfg.xpos_scale_base != XPOS_BASE,
         "--xpos-scale-base has no effect without --xpos-rel-pos; add that or remove this",
     ),
@@ -176,6 +183,15 @@ ATTENTION_CONTRADICTIONS: tuple[tuple[Callable[[AttentionConfig, Stack], bool], 
         lambda cfg, stack: 0 < cfg.max_rel_pos <= cfg.rel_pos_buckets // 4,
         "--max-rel-pos {cfg.max_rel_pos} must be above a quarter of --rel-pos-buckets "
         "{cfg.rel_pos_buckets}",
+    ),
+    (
+        lambda cfg, stack: cfg.sinusoidal_pos and cfg.no_token_positional_embeddings,
+        "--sinusoidal-pos and --no-token-positional-embeddings exclude each other; give one of "
+        "them",
+    ),
+    (
+        lambda cfg, stack: cfg.sinusoidal_pos and stack.axes.absolute_position == "learned",
+        "--sinusoidal-pos and --{stack.side}-learned-pos exclude each other; give one of them",
     ),
     (
         lambda cfg, stack: (

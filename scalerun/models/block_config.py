@@ -44,7 +44,14 @@ class BlockConfig(ScalerunDataclass):
     layernorm_eps: float = option(1e-5, "added to the variance in each norm")
     deepnorm: bool = option(False, "DeepNorm: scaled post-norm residuals and initial weights")
     subln: bool = option(False, "SubLN: a second norm in each branch, scaled initial weights")
-    init: str = option("paper", "how weights start", choices=("paper", "torchscale", "megatron"))
+    keep_norm_placement: bool = option(
+        False,
+        "--deepnorm and --subln leave the norms where --decoder-normalize-before (on by default) "
+        "puts them, as TorchScale's main branch does",
+    )
+    init: str = option(
+        "paper", "how weights start", choices=("paper", "torchscale", "megatron", "bert")
+    )
     megatron_init_sigma: float = option(
         MEGATRON_SIGMA, "standard deviation of initial weights with --init megatron"
     )
@@ -76,9 +83,10 @@ class BlockConfig(ScalerunDataclass):
 
     def residual(self, normalize_before: bool | None) -> str:
         """Where the norms sit: before each branch by default, but after it with DeepNorm."""
-        if self.deepnorm:
-            return "deep_norm"
-        return "post_norm" if normalize_before is False else "pre_norm"
+        after = "deep_norm" if self.deepnorm else "post_norm"
+        wants_before = normalize_before is not False
+        follows = self.deepnorm and not self.keep_norm_placement
+        return "pre_norm" if wants_before and not follows else after
 
 
 BLOCK_CONTRADICTIONS: tuple[tuple[Callable[[BlockConfig], bool], str], ...] = (
@@ -93,6 +101,10 @@ BLOCK_CONTRADICTIONS: tuple[tuple[Callable[[BlockConfig], bool], str], ...] = (
     (
         lambda cfg: cfg.subln and cfg.init == "megatron",
         "--init megatron sets its own scales and contradicts --subln; give --init paper",
+    ),
+    (
+        lambda cfg: cfg.keep_norm_placement and not (cfg.deepnorm or cfg.subln),
+        "--keep-norm-placement has no effect without --deepnorm or --subln; remove it",
     ),
     (
         lambda cfg: cfg.init != "megatron" and cfg.megatron_init_sigma != MEGATRON_SIGMA,

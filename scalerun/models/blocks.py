@@ -20,7 +20,7 @@ from scalerun.modules.embedding import InputEmbedding, TokenEmbedding
 from scalerun.modules.feed_forward import GLU, Activation, FeedForward, PerToken
 from scalerun.modules.linear import Linear
 from scalerun.modules.mixer import Mixer
-from scalerun.modules.multiway import Multiway, MultiwayPerToken
+from scalerun.modules.multiway import Multiway, MultiwayPerToken, MultiwayPositions
 from scalerun.modules.norm import LayerNorm, RMSNorm
 from scalerun.modules.positions.base_position import AbsolutePosition, BasePosition
 from scalerun.modules.positions.learned import LearnedPositions
@@ -63,6 +63,8 @@ class TransformerParts:
                 return init_schemes.paper(stack.dim, gain=gain, padding_idx=pad)
             case "torchscale":
                 return init_schemes.torchscale(stack.dim, stack.ffn_dim, gain=gain, padding_idx=pad)
+            case "bert":
+                return init_schemes.bert(gain=gain, padding_idx=pad)
             case "megatron":
                 return init_schemes.megatron(
                     stack.num_layers, sigma=self.cfg.megatron_init_sigma, padding_idx=pad
@@ -175,17 +177,23 @@ class TransformerParts:
         return [self.block(layer) for layer in range(self.stack.num_layers)]
 
     def absolute_position(self) -> AbsolutePosition | None:
-        """What is added to the embedding."""
+        """What is added to the embedding; a table for each kind of token in a multiway stack."""
+        if self.stack.multiway and self.axes.absolute_position == "learned":
+            return MultiwayPositions(self.learned_positions(), self.learned_positions())
         match self.axes.absolute_position:
             case "learned":
-                return LearnedPositions(
-                    self.stack.max_positions, self.stack.dim, init=self.weights.positions
-                )
+                return self.learned_positions()
             case "sinusoidal":
                 return SinusoidalPositions(self.stack.dim)
             case "none":
                 return None
         raise AssertionError(self.axes.absolute_position)
+
+    def learned_positions(self) -> LearnedPositions:
+        """A table of positions."""
+        return LearnedPositions(
+            self.stack.max_positions, self.stack.dim, init=self.weights.positions
+        )
 
     def relative_position(self) -> BasePosition | None:
         """What the mixers are handed."""

@@ -1,4 +1,4 @@
-"""How all weights of a transformer start: the papers' way, TorchScale's, Megatron's."""
+"""How all weights of a transformer start: the papers' way, TorchScale's, Megatron's, BERT's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from scalerun.modules.attention import AttentionInit
 from scalerun.modules.feed_forward import FeedForwardInit
 from scalerun.modules.init import Initializer, LinearInit, normal, uniform, xavier_normal, zeros
+
+BERT_SIGMA = 0.02
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,23 @@ def torchscale(dim: int, ffn_dim: int, *, gain: float, padding_idx: int | None) 
         positions=normal(1.0),
         relative_bias=normal(1.0),
         output=LinearInit(normal(dim**-0.5), zeros),
+    )
+
+
+def bert(*, gain: float, padding_idx: int | None) -> ModelInit:
+    """N(0, 0.02**2), times ``gain`` for value, output and feed-forward weights; biases 0.
+
+    Source: Devlin et al. 2018, arXiv:1810.04805; the gain as in TorchScale's ``bert_init``.
+    """
+    plain = LinearInit(normal(BERT_SIGMA), zeros)
+    scaled = LinearInit(normal(BERT_SIGMA * gain), zeros)
+    return ModelInit(
+        attention=AttentionInit(q=plain, k=plain, v=scaled, out=scaled),
+        ffn=FeedForwardInit(fc1=scaled, fc2=scaled, gate=plain),
+        embedding=normal(BERT_SIGMA, zero_row=padding_idx),
+        positions=normal(BERT_SIGMA),
+        relative_bias=normal(BERT_SIGMA),
+        output=plain,
     )
 
 

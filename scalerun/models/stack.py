@@ -20,7 +20,7 @@ class Axes:
     ffn: str
     """ffn or glu."""
     init: str
-    """paper, torchscale or megatron."""
+    """paper, torchscale, megatron or bert."""
     norm: str
     """layer_norm or rms_norm."""
     inner_norm: bool

@@ -25,25 +25,45 @@ class TransformerConfig(AttentionConfig, DecoderSide):
 
     def decoder_stack(self) -> Stack:
         """The one stack of the model."""
-        layers = self.decoder_layers
-        axes = self.axes_for(
-            normalize_before=self.decoder_normalize_before,
-            learned=self.decoder_learned_pos,
-            alpha=deepnorm_alpha(layers) if layers > 0 else 1.0,
-            gain=(deepnorm_gain if self.deepnorm else subln_gain)(max(layers, 1)),
-        )
-        return Stack(
-            side="decoder",
-            axes=axes,
-            dim=self.decoder_embed_dim,
-            ffn_dim=self.decoder_ffn_embed_dim,
-            num_layers=layers,
-            num_heads=self.decoder_attention_heads,
-            max_positions=self.max_target_positions,
+        layers = max(self.decoder_layers, 1)
+        return decoder_stack(
+            self,
+            self,
+            alpha=deepnorm_alpha(layers),
+            gain=(deepnorm_gain if self.deepnorm else subln_gain)(layers),
             tied_output=self.share_decoder_input_output_embed,
-            final_norm=axes.residual == "pre_norm",
         )
 
     def axes(self) -> Axes:
         """The parts that these settings choose."""
         return self.decoder_stack().axes
+
+
+def decoder_stack(
+    cfg: AttentionConfig,
+    side: DecoderSide,
+    *,
+    alpha: float,
+    gain: float,
+    tied_output: bool,
+    cross_attention: bool = False,
+) -> Stack:
+    """The stack that a decoder's settings describe."""
+    axes = cfg.axes_for(
+        normalize_before=side.decoder_normalize_before,
+        learned=side.decoder_learned_pos,
+        alpha=alpha,
+        gain=gain,
+    )
+    return Stack(
+        side="decoder",
+        axes=axes,
+        dim=side.decoder_embed_dim,
+        ffn_dim=side.decoder_ffn_embed_dim,
+        num_layers=side.decoder_layers,
+        num_heads=side.decoder_attention_heads,
+        max_positions=side.max_target_positions,
+        tied_output=tied_output,
+        final_norm=axes.residual == "pre_norm",
+        cross_attention=cross_attention,
+    )

@@ -6,6 +6,7 @@ B batch, T new tokens, S keys (cached and new), M source tokens, D model width, 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from scalerun.modules.attention_mask import fold_into_bias, visible_keys
 from scalerun.modules.block_context import BlockContext, Source
 from scalerun.modules.embedding import InputEmbedding
 from scalerun.modules.incremental_state import EncodedSource, IncrementalState
+from scalerun.modules.positions.base_position import positions_after_left_padding
 
 
 class TransformerDecoder(TransformerStack, BaseDecoder):
@@ -28,10 +30,17 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         embedding: from token numbers to (B, T, D); None for one that the parts make.
     """
 
+    parts_class: type[TransformerParts] = TransformerParts
+
     def __init__(self, parts: TransformerParts, embedding: InputEmbedding | None = None) -> None:
         super().__init__(parts, embedding)
         self.cross_position = parts.cross_position()
         self.output_projection = parts.output_projection()
+
+    @classmethod
+    def build_model(cls, cfg: Any, *, vocab_size: int, padding_idx: int | None) -> Self:
+        stack = cfg.decoder_stack()
+        return cls(cls.parts_class(cfg, stack, vocab_size=vocab_size, padding_idx=padding_idx))
 
     def forward(
         self,
@@ -129,7 +138,7 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         num_keys, device = source.features_BMD.shape[1], queries_BT.device
         bias_BHTM = None
         if self.cross_position is not None:
-            keys_BM = torch.arange(num_keys, device=device).unsqueeze(0)
+            keys_BM = positions_after_left_padding(source.padding_BM, num_keys, device)
             bias_BHTM = self.cross_position.bias(queries_BT, keys_BM)
         if source.padding_BM is None:
             bias_BHTM = None if bias_BHTM is None else bias_BHTM.to(dtype)

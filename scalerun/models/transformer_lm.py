@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Self
 
-from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.models.base_model import register_model, register_model_architecture
-from scalerun.models.blocks import TransformerParts
 from scalerun.models.transformer_config import TransformerConfig
 from scalerun.models.transformer_decoder import TransformerDecoder
 
@@ -21,18 +18,6 @@ class TransformerLM(TransformerDecoder):
     An architecture with a part of its own derives from this class, names its subclass of
     :class:`TransformerParts` in ``parts_class`` and registers itself with its own configuration.
     """
-
-    parts_class: type[TransformerParts] = TransformerParts
-
-    @classmethod
-    def build_model(
-        cls, cfg: ScalerunDataclass, *, vocab_size: int, padding_idx: int | None
-    ) -> Self:
-        assert isinstance(cfg, TransformerConfig)
-        parts = cls.parts_class(
-            cfg, cfg.decoder_stack(), vocab_size=vocab_size, padding_idx=padding_idx
-        )
-        return cls(parts)
 
 
 @register_model_architecture(MODEL, "lm_tiny")

@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scalerun.modules.block_context import BlockContext
 from scalerun.modules.drop_path import dropout
 from scalerun.modules.init import Initializer
+from scalerun.modules.multiway import route
 from scalerun.modules.positions.base_position import AbsolutePosition
 
 
@@ -57,13 +59,22 @@ class InputEmbedding(nn.Module):
         self.dropout = dropout
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        x_BTD = self.tokens(tokens_BT)
-        if self.scale != 1.0:
-            x_BTD = self.scale * x_BTD
+        return self.place(self.tokens(tokens_BT), positions_BT)
+
+    def place(
+        self, vectors_BTD: Tensor, positions_BT: Tensor, *, context: BlockContext | None = None
+    ) -> Tensor:
+        """The first layer's input from token vectors that were made elsewhere.
+
+        Args:
+            context: says where multiway layers split the sequence.
+        """
+        context = context or BlockContext()
+        x_BTD = self.scale * vectors_BTD if self.scale != 1.0 else vectors_BTD
         if self.positions is not None:
-            x_BTD = x_BTD + self.positions(positions_BT).to(x_BTD.dtype)
+            x_BTD = x_BTD + route(self.positions, positions_BT, context).to(x_BTD.dtype)
         if self.norm is not None:
-            x_BTD = self.norm(x_BTD)
+            x_BTD = route(self.norm, x_BTD, context)
         return dropout(x_BTD, self.dropout, training=self.training)
 
     def num_positions(self) -> int | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.block_context import BlockContext
 from scalerun.modules.feed_forward import PerToken
+from scalerun.modules.positions.base_position import AbsolutePosition
 
 
 class Multiway(nn.Module):
@@ -45,9 +46,26 @@ class Multiway(nn.Module):
 
 def route(layer: nn.Module, x_BT: Tensor, context: BlockContext) -> Tensor:
     """``layer(x)``, by halves if the layer is :class:`Multiway`."""
-    if isinstance(layer, Multiway):
+    if isinstance(layer, Multiway | MultiwayPositions):
         return layer(x_BT, context.split)
     return layer(x_BT)
+
+
+class MultiwayPositions(AbsolutePosition):
+    """A table of positions for each kind of token; each half counts from its own first token."""
+
+    def __init__(self, a: AbsolutePosition, b: AbsolutePosition) -> None:
+        super().__init__()
+        self.A = a
+        self.B = b
+        limits = [part.limit for part in (a, b) if part.limit is not None]
+        self.limit = sum(limits) if len(limits) == 2 else None
+
+    def forward(self, positions_BT: Tensor, split: int | None = None) -> Tensor:
+        if split is None or split >= positions_BT.shape[1]:
+            return self.A(positions_BT)
+        second = self.B(positions_BT[:, split:] - split)
+        return second if split == 0 else torch.cat((self.A(positions_BT[:, :split]), second), 1)
 
 
 class MultiwayPerToken(PerToken):

@@ -92,6 +92,39 @@ def deepnorm_gain(num_layers: int) -> float:
     return (8.0 * num_layers) ** -0.25
 
 
+def deepnorm_encoder_alpha(num_layers: int, decoder_layers: int) -> float:
+    """Factor of the encoder's residual stream under a decoder (arXiv:2203.00555, figure 2)."""
+    return 0.81 * (num_layers**4 * decoder_layers) ** (1 / 16)
+
+
+def deepnorm_encoder_gain(num_layers: int, decoder_layers: int) -> float:
+    """Init gain beta of an encoder under a decoder (arXiv:2203.00555, figure 2).
+
+    TorchScale's code has 1.15, the inverse of the paper's 0.87.
+    """
+    return 0.87 * (num_layers**4 * decoder_layers) ** (-1 / 16)
+
+
+def deepnorm_decoder_alpha(num_layers: int) -> float:
+    """Factor of the residual stream of a decoder over an encoder (arXiv:2203.00555, figure 2)."""
+    return (3.0 * num_layers) ** 0.25
+
+
+def deepnorm_decoder_gain(num_layers: int) -> float:
+    """Init gain beta of a decoder over an encoder (arXiv:2203.00555, figure 2)."""
+    return (12.0 * num_layers) ** -0.25
+
+
 def subln_gain(num_layers: int) -> float:
     """Init gain gamma for an encoder or a decoder alone (Wang et al. 2022, arXiv:2210.06423)."""
     return math.sqrt(math.log(2.0 * num_layers))
+
+
+def subln_encoder_gain(num_layers: int, decoder_layers: int) -> float:
+    """Init gain gamma of an encoder under a decoder (arXiv:2210.06423, figure 2)."""
+    return math.sqrt(math.log(3.0 * decoder_layers) * math.log(2.0 * num_layers) / 3.0)
+
+
+def subln_decoder_gain(num_layers: int) -> float:
+    """Init gain gamma of a decoder over an encoder (arXiv:2210.06423, figure 2)."""
+    return math.sqrt(math.log(3.0 * num_layers))

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from scalerun.data.collate import Collater
 from scalerun.data.layout import find_sets, find_split
 from scalerun.data.mixture_dataset import Mixture
@@ -18,6 +20,8 @@ from scalerun.data.token_cache import TokenCache
 from scalerun.data.tokenizer import BYTES, BaseTokenizer, load_tokenizer
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
+from scalerun.models.base_decoder import BaseDecoder
+from scalerun.models.base_model import BaseModel
 from scalerun.tasks.base_task import BaseTask, register_task
 
 CORPORA_REPORTED = 20
@@ -97,6 +101,22 @@ class StreamingLanguageModelingTask(BaseTask):
         self.quarantine = QuarantineFile(quarantine)
         self._described: dict[Any, int] = {}
         """Shards of each dataset that the last report covered."""
+
+    def build_model(
+        self, model_cfg: ScalerunDataclass, *, seed: int, device: torch.device
+    ) -> BaseModel:
+        model = super().build_model(model_cfg, seed=seed, device=device)
+        if not isinstance(model, BaseDecoder):
+            raise ConfigError(
+                f"--arch {model_cfg._name} does not predict the next token, which is what --task "
+                f"{self.cfg._name} trains; give a decoder, such as --arch lm_base"
+            )
+        if self.cfg.document_masking and not model.masks_documents:
+            raise ConfigError(
+                f"--document-masking needs attention, and the mixers of --arch {model_cfg._name} "
+                "have a rule of their own; remove it"
+            )
+        return model
 
     @classmethod
     def setup_task(

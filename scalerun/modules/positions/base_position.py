@@ -70,3 +70,14 @@ class BasePosition(nn.Module):
     def bias(self, query_BT: Tensor, key_BS: Tensor) -> Tensor | None:
         """What is added to the scores: (B or 1, H, T, S)."""
         return None
+
+
+def positions_after_left_padding(
+    padding_BT: Tensor | None, num_tokens: int, device: torch.device
+) -> Tensor:
+    """(B or 1, T): the places of tokens in their sequence, whose first real token stands at 0."""
+    index_1T = torch.arange(num_tokens, device=device).unsqueeze(0)
+    if padding_BT is None:
+        return index_1T
+    num_left_B1 = padding_BT.long().cumprod(1).sum(1, keepdim=True)
+    return (index_1T - num_left_B1).clamp_min(0)

@@ -1,0 +1,101 @@
+"""An encoder, and a decoder that reads its output.
+
+B batch, M source tokens, T target tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
+
+from torch import Tensor, nn
+
+from scalerun.models.base_decoder import DecoderOutput
+from scalerun.models.base_model import BaseModel
+from scalerun.models.blocks import TransformerParts
+from scalerun.models.transformer_decoder import TransformerDecoder
+from scalerun.models.transformer_encoder import TransformerEncoder
+from scalerun.modules.auxiliary import Auxiliary
+from scalerun.modules.incremental_state import EncodedSource, IncrementalState
+
+
+class Encoded(NamedTuple):
+    """A source that is ready for the decoder."""
+
+    source: EncodedSource
+    reports: tuple[Auxiliary, ...]
+    """One for each layer of the encoder that has an auxiliary loss."""
+
+
+class EncoderDecoder(BaseModel):
+    """Encodes a source once and predicts the target's next tokens from both.
+
+    Args:
+        encoder_parts: makes the encoder's parts.
+        decoder_parts: makes the decoder's parts.
+        share_embeddings: the decoder's token embedding is the encoder's.
+    """
+
+    parts_class: type[TransformerParts] = TransformerParts
+
+    def __init__(
+        self,
+        encoder_parts: TransformerParts,
+        decoder_parts: TransformerParts,
+        *,
+        share_embeddings: bool = False,
+    ) -> None:
+        super().__init__()
+        self.padding_idx = encoder_parts.padding_idx
+        self.encoder = TransformerEncoder(encoder_parts, output_layer=False)
+        shared = self.encoder.embedding.tokens if share_embeddings else None
+        self.decoder = TransformerDecoder(decoder_parts, decoder_parts.embedding(shared))
+
+    @classmethod
+    def build_model(cls, cfg: Any, *, vocab_size: int, padding_idx: int | None) -> Self:
+        encoder, decoder = (
+            cls.parts_class(cfg, stack, vocab_size=vocab_size, padding_idx=padding_idx)
+            for stack in (cfg.encoder_stack(), cfg.decoder_stack())
+        )
+        return cls(encoder, decoder, share_embeddings=cfg.share_all_embeddings)
+
+    def forward(
+        self,
+        source_BM: Tensor,
+        tokens_BT: Tensor,
+        *,
+        source_padding_mask_BM: Tensor | None = None,
+        padding_mask_BT: Tensor | None = None,
+    ) -> DecoderOutput:
+        """Logits (B, T, V) of the token that follows each target token; reports of both stacks.
+
+        Args:
+            source_BM: (B, M) int64.
+            tokens_BT: (B, T) int64.
+            source_padding_mask_BM: (B, M) bool, True for padding; by default where the source is
+                the padding symbol.
+            padding_mask_BT: (B, T) bool; needed only where padding is on the left.
+        """
+        encoded = self.encode(source_BM, padding_mask_BM=source_padding_mask_BM)
+        output = self.decoder(tokens_BT, padding_mask_BT=padding_mask_BT, source=encoded.source)
+        return DecoderOutput(output.logits, encoded.reports + output.reports)
+
+    def encode(self, source_BM: Tensor, *, padding_mask_BM: Tensor | None = None) -> Encoded:
+        """The encoder's part of :meth:`forward`; its source goes to the decoder, once."""
+        if padding_mask_BM is None and self.padding_idx is not None:
+            padding_mask_BM = source_BM == self.padding_idx
+        output = self.encoder(source_BM, padding_mask_BT=padding_mask_BM)
+        return Encoded(EncodedSource(output.features, padding_mask_BM), output.reports)
+
+    def init_incremental_state(self, batch_size: int, max_length: int) -> IncrementalState:
+        """An empty state of the decoder; see :class:`BaseDecoder`."""
+        return self.decoder.init_incremental_state(batch_size, max_length)
+
+    def max_positions(self) -> int | None:
+        return self.decoder.max_positions()
+
+    def shard_units(self) -> list[nn.Module]:
+        return [*self.encoder.shard_units(), *self.decoder.shard_units()]
+
+    def training_flops_per_token(self, sequence_length: int) -> int:
+        encoder = self.encoder.training_flops_per_token(sequence_length)
+        return encoder + self.decoder.training_flops_per_token(sequence_length)

@@ -1,0 +1,21 @@
+"""TorchScale's configurations and weights, for scalerun's models."""
+
+from scalerun.models.torchscale.build import Decoder, Encoder, EncoderDecoder
+from scalerun.models.torchscale.configs import (
+    DecoderConfig,
+    EncoderConfig,
+    EncoderDecoderConfig,
+)
+from scalerun.models.torchscale.loader import load_decoder, load_encoder, load_encoder_decoder
+
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "Encoder",
+    "EncoderConfig",
+    "EncoderDecoder",
+    "EncoderDecoderConfig",
+    "load_decoder",
+    "load_encoder",
+    "load_encoder_decoder",
+]

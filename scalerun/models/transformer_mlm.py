@@ -1,0 +1,118 @@
+"""The masked language model, and its presets.
+
+B batch, T tokens, N selected tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scalerun.dataclass.errors import ConfigError
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
+from scalerun.models.base_model import register_model, register_model_architecture
+from scalerun.models.blocks import ACTIVATIONS, TransformerParts
+from scalerun.models.transformer_encoder import TransformerEncoder, TransformerEncoderConfig
+from scalerun.modules.feed_forward import Activation
+from scalerun.modules.init import Initializer, LinearInit, zeros
+from scalerun.modules.linear import Linear
+from scalerun.modules.norm import LayerNorm
+
+MODEL = "transformer_mlm"
+HEAD_EPS = 1e-5
+
+
+@dataclass
+class TransformerMLMConfig(TransformerEncoderConfig):
+    """Settings of an encoder whose output layer is BERT's head on the token embedding."""
+
+    share_encoder_input_output_embed: bool = True
+
+    def validate(self) -> None:
+        super().validate()
+        if self.no_output_layer or not self.share_encoder_input_output_embed:
+            raise ConfigError(
+                "a masked language model projects with its token embedding; remove "
+                "--no-output-layer and --no-share-encoder-input-output-embed, or give "
+                "--arch transformer_encoder"
+            )
+
+
+class MaskedLMHead(nn.Module):
+    """``norm(activation(dense(x))) E^T + bias``, with E the token embedding.
+
+    Source: Devlin et al. 2018, arXiv:1810.04805. The norm's epsilon is 1e-5 whatever the model's.
+    """
+
+    def __init__(
+        self, dim: int, vocab_size: int, *, init: LinearInit, activation: Activation
+    ) -> None:
+        super().__init__()
+        self.dense = Linear(dim, dim, init=init)
+        self.activation = activation
+        self.norm = LayerNorm(dim, HEAD_EPS)
+        self.bias = nn.Parameter(torch.empty(vocab_size))
+
+    def initializers(self) -> dict[str, Initializer]:
+        return {"bias": zeros}
+
+    def forward(self, x: Tensor, embedding_VD: Tensor) -> Tensor:
+        """(..., V) from (..., D)."""
+        x = self.norm(self.activation(self.dense(x)))
+        return F.linear(x, embedding_VD, self.bias.to(x.dtype))
+
+
+@register_model(MODEL, TransformerMLMConfig)
+class TransformerMLM(TransformerEncoder):
+    """An encoder that predicts tokens which were hidden from it."""
+
+    def __init__(self, parts: TransformerParts) -> None:
+        super().__init__(parts)
+        self.head = MaskedLMHead(
+            parts.stack.dim,
+            parts.vocab_size,
+            init=parts.weights.output,
+            activation=ACTIVATIONS[parts.cfg.activation_fn],
+        )
+
+    @classmethod
+    def build_model(
+        cls, cfg: ScalerunDataclass, *, vocab_size: int, padding_idx: int | None
+    ) -> Self:
+        assert isinstance(cfg, TransformerMLMConfig)
+        return cls(
+            cls.parts_class(
+                cfg, cfg.encoder_stack(), vocab_size=vocab_size, padding_idx=padding_idx
+            )
+        )
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        return self.head(x_BTD, self.embedding.tokens.weight)
+
+
+@register_model_architecture(MODEL, "mlm_base")
+def mlm_base() -> TransformerMLMConfig:
+    """The base encoder of TorchScale's masked-language-modelling example."""
+    return TransformerMLMConfig(
+        encoder_normalize_before=False,
+        dropout=0.1,
+        layernorm_embedding=True,
+        encoder_learned_pos=True,
+        max_source_positions=512,
+    )
+
+
+@register_model_architecture(MODEL, "mlm_tiny")
+def mlm_tiny() -> TransformerMLMConfig:
+    """The size of ``lm_tiny``."""
+    return TransformerMLMConfig(
+        encoder_embed_dim=128,
+        encoder_attention_heads=4,
+        encoder_ffn_embed_dim=512,
+        encoder_layers=4,
+        rotary=True,
+    )
