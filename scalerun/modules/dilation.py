@@ -121,6 +121,7 @@ class Segments:
         self.start = start
         self.end = min(start + count * length, num_tokens)
         self.missing = start + count * length - self.end
+        self.num_tokens = num_tokens
         self.count = count
         self.kept = length // ratio
         self.ratio = ratio
@@ -153,6 +154,12 @@ class Segments:
             self.rows(window).add_(part)
         if self.missing:
             x_BTHK[:, self.start : self.end] = window[:, : -self.missing]
+
+    def whole(self, part_bHMK: Tensor) -> Tensor | None:
+        if self.ratio > 1 or self.missing or self.start or self.end < self.num_tokens:
+            return None
+        part = part_bHMK.transpose(1, 2)
+        return part.reshape(-1, self.num_tokens, *part.shape[2:])
 
     def window(self, x_BTHK: Tensor) -> Tensor:
         """(B, N * L, H, K): a view, or a copy filled up with zeros."""

@@ -34,6 +34,9 @@ class Branch(Protocol):
     def add(self, x_BTHK: Tensor, part_bHtK: Tensor) -> None:
         """Add to the chosen rows."""
 
+    def whole(self, part_bHtK: Tensor) -> Tensor | None:
+        """The rows as (B, T, H, K) if every token of every head is chosen, else None."""
+
     def options(self, dropout: float) -> Options:
         """Which keys a query sees."""
 
@@ -65,6 +68,19 @@ def merge(
     return merged
 
 
+def accumulate(
+    total_BTHK: Tensor | None, branch: Branch, part_bHtK: Tensor, *, like: Tensor
+) -> Tensor:
+    """The total with a branch's part; None stands for zeros, which are not made if avoidable."""
+    if total_BTHK is None:
+        total_BTHK = branch.whole(part_bHtK)
+        if total_BTHK is not None:
+            return total_BTHK
+        total_BTHK = torch.zeros_like(like, dtype=part_bHtK.dtype)
+    branch.add(total_BTHK, part_bHtK)
+    return total_BTHK
+
+
 class MergedAttention(torch.autograd.Function):
     """:func:`merge`, with a gradient by the kernels' own backward passes.
 
@@ -93,10 +109,12 @@ class MergedAttention(torch.autograd.Function):
             part = attention_lse(q, k, v, branch.options(dropout))
             parts.append(part)
             branch.put(lse_BTH1, torch.logaddexp(branch.take(lse_BTH1), part.lse_BHT.unsqueeze(-1)))
-        out_BTHK = torch.zeros_like(q_BTHK, dtype=wide)
+        out_BTHK = None
         for branch, part in zip(branches, parts, strict=True):
             share = (part.lse_BHT.unsqueeze(-1) - branch.take(lse_BTH1)).exp()
-            branch.add(out_BTHK, part.out_BHTK * share)
+            shared = part.out_BHTK * share
+            out_BTHK = accumulate(out_BTHK, branch, shared, like=q_BTHK)
+        assert out_BTHK is not None
         out_BTHK = out_BTHK.to(q_BTHK.dtype)
         ctx.branches, ctx.dropout, ctx.exact = branches, dropout, exact
         ctx.num_drawn = [len(part.drawn) for part in parts]
@@ -113,7 +131,7 @@ class MergedAttention(torch.autograd.Function):
         outs, drawn = rest[:num_outs], iter(rest[num_outs:])
         grad_BTHK = grad_BTHK.contiguous()
         inputs = (q_BTHK, k_BTHK, v_BTHK)
-        grads = [torch.zeros_like(x) for x in inputs]
+        grads: list[Tensor | None] = [None, None, None]
         for i, branch in enumerate(branches):
             attended = Attended(
                 branch.take(outs[0]) if ctx.exact else outs[i],
@@ -123,6 +141,6 @@ class MergedAttention(torch.autograd.Function):
             q, k, v = (branch.take(x) for x in inputs)
             options = branch.options(ctx.dropout)
             parts = attention_lse_backward(branch.take(grad_BTHK), q, k, v, attended, options)
-            for grad, part in zip(grads, parts, strict=True):
-                branch.add(grad, part)
+            for j, part in enumerate(parts):
+                grads[j] = accumulate(grads[j], branch, part, like=q_BTHK)
         return (*grads, None, None, None)
