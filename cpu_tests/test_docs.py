@@ -142,11 +142,12 @@ class Shell:
 
 @pytest.fixture(scope="session")
 def text_home(tmp_path_factory, write_jsonl):
-    """A folder with the text ``my_text``, and ``projects`` as in the repository."""
+    """A folder with ``my_text``, a ``plain_text``, and ``projects`` as in the repository."""
     home = tmp_path_factory.mktemp("text")
     (home / "projects").symlink_to(ROOT / "projects")
     (home / "prompts.txt").write_text("Once upon a time\n\nThe cat\n")
     write_corpus(home / "my_text", write_jsonl)
+    write_jsonl(home / "plain_text/verse.jsonl", [f"The cat said {i}." * 9 for i in range(60)])
     return home
 
 

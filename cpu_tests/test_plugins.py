@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from scalerun.dataclass.errors import ConfigError, UserError
-from scalerun.plugins import load_plugins
+from scalerun.plugins import load_plugins, plugin_errors
 
 MODEL = """
     from dataclasses import dataclass
@@ -241,6 +241,17 @@ FAULTS = {
         4,
         "--arch 'transformer_lm' is already scalerun.models.transformer_lm.TransformerLM",
     ),
+    "a method that is missing": (
+        "from dataclasses import dataclass\n"
+        "from scalerun.criterions.base_criterion import BaseCriterion, register_criterion\n"
+        "from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass\n"
+        "@dataclass\n"
+        "class C(ScalerunDataclass): ...\n"
+        '@register_criterion("x", C)\n'
+        "class X(BaseCriterion): ...\n",
+        6,
+        "X does not define forward",
+    ),
     "a class without the base": (
         "from scalerun.models.base_model import register_model\n"
         "from scalerun.models.transformer_config import TransformerConfig\n"
@@ -264,6 +275,39 @@ def test_an_error_in_a_plug_in_names_its_file_and_line(tmp_path, site, fault):
         load_plugins(None)
     named = "the installed plug-in mine (broken_plugin): "
     assert str(caught.value).startswith(f"{named}{file}:{line}: ")
+
+
+CONSTRUCTOR = """
+from dataclasses import dataclass
+from scalerun.criterions import register_criterion
+from scalerun.criterions.cross_entropy import CrossEntropy
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
+
+@dataclass
+class BrokenConfig(ScalerunDataclass):
+    pass
+
+@register_criterion("broken", BrokenConfig)
+class Broken(CrossEntropy):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.weight = 1 / 0
+"""
+
+
+def test_an_error_in_a_plug_ins_constructor_names_its_file_and_line(run, corpus, tiny, tmp_path):
+    folder = write_files(tmp_path / "constructor", {"mine.py": CONSTRUCTOR})
+    words = [*tiny, "--user-dir", folder, "--criterion", "broken", "--max-update", "1"]
+    command = run("train", corpus, *words)
+    assert command.code == 1
+    place = f"{folder / 'mine.py'}:15"
+    assert command.error == f"error: {place}: ZeroDivisionError: division by zero; repair it"
+    assert "Traceback" not in command.stderr
+
+
+def test_an_error_of_our_own_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError), plugin_errors():
+        1 / 0  # noqa: B018
 
 
 def test_an_installed_plug_in_whose_module_is_gone_is_named(site):

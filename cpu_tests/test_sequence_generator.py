@@ -419,11 +419,31 @@ def test_a_text_fills_the_context_exactly_and_not_more() -> None:
     with pytest.raises(
         UserError,
         match=r"--max-new-tokens 5 after a prompt of 60 tokens exceeds the model's context of 64; "
-        r"shorten the prompt, lower --max-new-tokens, or give --truncate-prompt",
+        r"give at most 4, or give --truncate-prompt",
     ):
         one(generator, prompt, SamplingParams(max_new_tokens=5))
-    with pytest.raises(UserError, match="--max-new-tokens 65 exceeds the model's context of 64"):
-        one(generator, [], SamplingParams(max_new_tokens=65, truncate_prompt=True))
+
+
+@pytest.mark.parametrize(
+    ("length", "new", "truncate", "remedy"),
+    [
+        (5, 65, False, "give at most 59"),
+        (0, 65, True, "give at most 64"),
+        (5, 65, True, "give at most 64"),
+        (70, 5, False, "shorten the prompt, or give --truncate-prompt"),
+    ],
+)
+def test_a_number_that_a_refusal_suggests_is_accepted(
+    length: int, new: int, truncate: bool, remedy: str
+) -> None:
+    generator = real(decoder_learned_pos=True)
+    prompt = BYTES.encode("a" * length)
+    with pytest.raises(UserError) as caught:
+        generator.fit(prompt, SamplingParams(max_new_tokens=new, truncate_prompt=truncate))
+    assert remedy in str(caught.value)
+    number = remedy.removeprefix("give at most ")
+    if number.isdigit():
+        generator.fit(prompt, SamplingParams(max_new_tokens=int(number), truncate_prompt=truncate))
 
 
 def test_long_and_short_prompts_share_no_batch_that_would_outgrow_the_context() -> None:

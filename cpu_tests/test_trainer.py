@@ -160,6 +160,18 @@ def test_records_have_their_names_and_are_numbers(train, tmp_path, records):
         assert {"loss", "ppl", "bits_per_byte", "tokens"} <= r.keys()
 
 
+def test_every_shard_is_accounted_for_once_it_is_read(train, tmp_path, records):
+    train("--max-epoch", "2", *CONSTANT)
+    events = records(tmp_path / "run", "event", event="data", subset="train")
+    assert [event["shards_read"] for event in events] == [1, 2]
+    assert [event["shards"] for event in events] == [2, 2]
+    assert [event["lines"] for event in events] == [14, 27]
+    assert events[0]["num_updates"] == 0 < events[1]["num_updates"]
+    # Mode none: an epoch is every token once.
+    epoch = [r for r in records(tmp_path / "run", "train") if r["epoch"] == 1]
+    assert epoch[-1]["tokens_seen"] == events[1]["tokens"]
+
+
 def test_the_logged_rate_is_the_one_that_was_applied(train):
     _, found, _ = train("--max-update", "4", *CONSTANT, "--warmup-updates", "4", "--lr", "0.4")
     assert_close([r["lr"] for r in found], [0.0, 0.1, 0.2, 0.3])
@@ -181,6 +193,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_its_place(
     assert command.wait() == 1
     assert "update 3 on rank 0" in command.error
     assert "the weights are those of update 2" in command.error
+    assert command.error.endswith("out, or begin again with a lower --lr")
     assert "Traceback" not in command.stderr
     # Nothing is lost: the same command stands before the same update again.
     calm = [word if word != "3,4" else "999" for word in words]

@@ -86,6 +86,30 @@ def _import_file(name: str, file: Path, search: list[str] | None) -> None:
 
 
 @contextlib.contextmanager
+def plugin_errors() -> Iterator[None]:
+    """Around the building of components: an error that a plug-in's code raises names its place.
+
+    Raises:
+        UserError: code of a plug-in failed; other errors pass as they are.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # somebody else's code may raise anything
+        installed = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+        packages = {PREFIX, *(each.module.partition(".")[0] for each in installed)}
+        places = [
+            f"{frame.f_code.co_filename}:{line}"
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if frame.f_globals.get("__name__", "").partition(".")[0] in packages
+        ]
+        if not places:
+            raise
+        raise UserError(f"{places[-1]}: {type(error).__name__}: {error}; repair it") from error
+
+
+@contextlib.contextmanager
 def _explained(what: str, folder: Path | None) -> Iterator[None]:
     """Turn an error in a plug-in's own code into one sentence that names file and line.
 

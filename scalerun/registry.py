@@ -49,7 +49,8 @@ class Registry(Generic[T]):
 
         Raises:
             ValueError: the name or the configuration class is taken.
-            TypeError: the class or the configuration class has the wrong base.
+            TypeError: the class or the configuration class has the wrong base, or the class lacks
+                methods that its base asks for.
         """
 
         def add(cls: C) -> C:
@@ -60,6 +61,9 @@ class Registry(Generic[T]):
                 )
             if not issubclass(cls, self.base):
                 raise TypeError(f"{cls.__qualname__} must derive from {self.base.__qualname__}")
+            missing = sorted(getattr(cls, "__abstractmethods__", ()))
+            if missing:
+                raise TypeError(f"{cls.__qualname__} does not define {', '.join(missing)}")
             if not issubclass(config_class, ScalerunDataclass):
                 raise TypeError(f"{config_class.__qualname__} must derive from ScalerunDataclass")
             for entry in self._entries.values():

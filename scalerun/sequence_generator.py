@@ -154,7 +154,7 @@ class SequenceGenerator:
                 output is not finite.
         """
         rows = [
-            _Row(i, self._fit(prompt, param), param, self.tokenizer, on_text)
+            _Row(i, self.fit(prompt, param), param, self.tokenizer, on_text)
             for i, (prompt, param) in enumerate(zip(prompts, params, strict=True))
         ]
         with _evaluating(self.model):
@@ -169,29 +169,31 @@ class SequenceGenerator:
     @torch.no_grad()
     def hypotheses(self, prompt: Sequence[int], params: SamplingParams) -> list[Generation]:
         """All ``params.beam`` answers of a beam search, the best first; errors as in generate."""
-        row = _Row(0, self._fit(prompt, params), params, self.tokenizer, None)
+        row = _Row(0, self.fit(prompt, params), params, self.tokenizer, None)
         with _evaluating(self.model):
             return self._search(row)
 
-    def _fit(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
-        """The separator and as much of the prompt as is to be read."""
+    def fit(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+        """The separator and as much of the prompt as is to be read.
+
+        Raises:
+            UserError: the prompt does not fit into the context with its new tokens.
+        """
         prompt = list(prompt)
         context = self.model.max_positions()
         if context is None or len(prompt) + params.max_new_tokens <= context:
             return [self.eos, *prompt]
         keep = context - params.max_new_tokens
-        if keep < 0:
-            raise UserError(
-                f"--max-new-tokens {params.max_new_tokens} exceeds the model's context of "
-                f"{context} tokens; give at most {context}"
-            )
-        if not params.truncate_prompt:
-            raise UserError(
-                f"--max-new-tokens {params.max_new_tokens} after a prompt of {len(prompt)} tokens "
-                f"exceeds the model's context of {context}; shorten the prompt, lower "
-                "--max-new-tokens, or give --truncate-prompt to drop the prompt's beginning"
-            )
-        return [self.eos, *prompt[len(prompt) - keep :]]
+        if params.truncate_prompt and keep >= 0:
+            return [self.eos, *prompt[len(prompt) - keep :]]
+        room = context if params.truncate_prompt else context - len(prompt)
+        remedies = [f"give at most {room}" if room > 0 else "shorten the prompt"]
+        if keep >= 0:
+            remedies.append("give --truncate-prompt to drop the prompt's beginning")
+        raise UserError(
+            f"--max-new-tokens {params.max_new_tokens} after a prompt of {len(prompt)} tokens "
+            f"exceeds the model's context of {context}; {', or '.join(remedies)}"
+        )
 
     def _batches(self, rows: list[_Row]) -> list[list[_Row]]:
         """Rows that can run side by side: padded to the longest, all still fit into the context."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from scalerun.checkpoint.checkpoint_manager import CheckpointManager
-from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput
+from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput, Objective
 from scalerun.data.batch import Batch
 from scalerun.data.loader import BatchLoader
 from scalerun.dataclass.configs import ScalerunConfig
@@ -108,13 +108,12 @@ class Trainer:
         return self.progress.num_updates
 
     def train(self) -> None:
-        """Run until the end or until a signal asks for a stop; resume first if there is a save.
+        """Run until the end or until a signal asks for a stop; :meth:`resume` comes first.
 
         Raises:
             FloatingPointError: a loss or gradient is not finite and ``--nonfinite`` is ``stop``.
-            UserError: the checkpoint or the data cannot be used.
+            UserError: the data cannot be used, or a checkpoint cannot be written.
         """
-        self.resume()
         with self.parts.profiler, self.stop_signal.deferred():
             if self.progress.unfinished_validation:
                 self.validate()
@@ -133,7 +132,11 @@ class Trainer:
                 self.finish()
 
     def resume(self) -> None:
-        """Load the run folder's newest good checkpoint, or ``--restore-file``, or nothing."""
+        """Load the run folder's newest good checkpoint, or ``--restore-file``, or nothing.
+
+        Raises:
+            UserError: the checkpoint cannot be used, or does not fit the configuration.
+        """
         ckpt = self.cfg.checkpoint
         skip = {
             name
@@ -143,11 +146,15 @@ class Trainer:
                 ("metrics", ckpt.reset_meters),
                 ("throughput", ckpt.reset_meters),
                 ("loader", ckpt.reset_dataloader),
+                ("criterion", True),  # a new run may have a loss of its own
             )
             if reset
         }
         loaded = self.checkpoints.load_latest(
-            self.stateful(), skip=skip, optional=("ema", "loss_scaler")
+            self.stateful(),
+            skip=skip,
+            optional=("ema", "loss_scaler", "criterion"),
+            optional_elsewhere=("architecture",),
         )
         if loaded is not None and loaded.restored:
             if ckpt.reset_lr_scheduler:
@@ -164,6 +171,7 @@ class Trainer:
         """The parts whose state a checkpoint holds, by the name it has there."""
         parts = {
             "architecture": Architecture(self.cfg.model),
+            "criterion": Objective(self.cfg.criterion),
             "model": self.model,
             "task": self.task,
             "optimizer": self.optimizer,
@@ -311,7 +319,8 @@ class Trainer:
         if common.nonfinite == "stop":
             raise FloatingPointError(
                 f"{where}; the weights are those of update {self.num_updates}; give "
-                f"--nonfinite skip, or --skip-batches {self.num_updates + 1} to leave this data out"
+                f"--nonfinite skip or --skip-batches {self.num_updates + 1} to leave this data "
+                "out, or begin again with a lower --lr"
             )
         self.progress.skips_in_a_row += 1
         self.event("skipped", reason=where)
@@ -382,6 +391,23 @@ class Trainer:
     def validate(self) -> None:
         """Score every validation set; a signal breaks it off, to be done again after the resume."""
         self.progress.unfinished_validation = True
+        try:
+            results = self.score()
+        except UserError:
+            # A bad record far into a validation set: nothing that was learned is lost.
+            if self.num_updates:
+                self.save(final=True)
+            raise
+        if results is None:
+            return
+        self.progress.unfinished_validation = False
+        self.progress.validated_at = self.num_updates
+        for result in results:
+            self.sinks.write({"kind": "valid", "num_updates": self.num_updates, **result.record()})
+        self.judge(results)
+
+    def score(self) -> list[SubsetResult] | None:
+        """Evaluate the model on every validation set; None when a signal breaks it off."""
         results = []
         for subset in self.parts.valid_subsets:
             result = evaluate(
@@ -396,13 +422,9 @@ class Trainer:
                 should_stop=lambda: self.stop_signal.signum is not None,
             )
             if result is None:
-                return
+                return None
             results.append(result)
-        self.progress.unfinished_validation = False
-        self.progress.validated_at = self.num_updates
-        for result in results:
-            self.sinks.write({"kind": "valid", "num_updates": self.num_updates, **result.record()})
-        self.judge(results)
+        return results
 
     def judge(self, results: list[SubsetResult]) -> None:
         """Compare the checkpoint metric with the best so far; save a new best."""

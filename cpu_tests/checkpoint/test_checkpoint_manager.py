@@ -222,7 +222,8 @@ def test_a_mistyped_restore_file_is_fatal(manager, state_at, tmp_path):
 def test_parts_can_be_skipped_or_be_optional(manager, state_at, saved, Box, caplog, tmp_path):
     run = saved(3)
     state = state_at(0) | {"ema": Box({"w": torch.zeros(2)})}
-    with pytest.raises(UserError, match=r"has no ema \(it has model, optimizer, trainer\)"):
+    says = r"has no ema \(it has model, optimizer, trainer\): .*; start a new run from it"
+    with pytest.raises(UserError, match=says):
         manager().load_latest(state)
     optimizer = state["optimizer"].state
     other = manager(save_dir=tmp_path / "other", restore_file=str(run))
@@ -235,6 +236,33 @@ def test_parts_can_be_skipped_or_be_optional(manager, state_at, saved, Box, capl
     with caplog.at_level(logging.WARNING):
         manager().load_latest(state)
     assert "also has optimizer, which this run does not use" in caplog.text
+
+
+def test_a_part_may_be_absent_from_another_runs_checkpoint_only(
+    manager, state_at, saved, Box, caplog, tmp_path
+):
+    run = saved(3)
+    state = state_at(0) | {"architecture": Box({"settings": {}})}
+    with pytest.raises(UserError, match="has no architecture .* --restore-file OLD$"):
+        manager().load_latest(state, optional_elsewhere={"architecture"})
+    other = manager(save_dir=tmp_path / "other", restore_file=str(run))
+    assert other.load_latest(state, optional_elsewhere={"architecture"}).missing == {"architecture"}
+    assert "has no architecture, so nothing shows" in caplog.text
+
+
+def test_an_absent_part_that_can_be_reset_names_the_flag(manager, state_at, saved, Box):
+    saved(3)
+    state = state_at(0) | {"loader": Box({"epoch": 1})}
+    with pytest.raises(UserError, match="has no loader .* OLD --reset-dataloader$"):
+        manager().load_latest(state)
+
+
+def test_the_event_of_a_run_that_counts_anew_says_update_0(manager, state_at, saved, tmp_path):
+    run, events = saved(3), []
+    folder = {"save_dir": tmp_path / "other", "restore_file": str(run)}
+    for skip in ({"lr_scheduler"}, {"optimizer"}):
+        manager(**folder, on_event=events.append).load_latest(state_at(0), skip=skip)
+    assert [event["num_updates"] for event in events] == [0, 3]
 
 
 def test_a_runs_own_checkpoint_is_loaded_whole(manager, state_at, saved):

@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import resource
+import shutil
 import signal
 import time
 
@@ -101,6 +102,15 @@ def test_a_run_killed_at_random_instants_resumes_from_what_it_committed(
         assert number_of(state) == loaded.num_updates == max(committed) >= newest
         newest = loaded.num_updates
     assert newest > 1
+
+
+def test_a_run_folder_that_is_gone_is_said_to_be_gone(manager, state_at, run_dir):
+    made = manager()
+    shutil.rmtree(run_dir)
+    with pytest.raises(UserError) as caught:
+        made.save(1, state_at(1), final=True)
+    assert "is gone, it was deleted or moved during the run" in str(caught.value)
+    assert "intact" not in str(caught.value)
 
 
 def test_too_small_a_disk_is_noticed_before_writing(saved, manager, state_at, monkeypatch, run_dir):

@@ -66,6 +66,8 @@ def test_bad_data_ends_in_one_sentence(run, corpus, tiny, case):
 
 BAD_FLAGS = {
     "set that is not there": (["--valid-subset", "valid/third"], 1, "first"),
+    "no set to validate on": (["--valid-subset="], 2, "--disable-validation"),
+    "everything held out": (["--valid-fraction", "1"], 2, "--valid-fraction"),
     "lr 0": (["--lr", "0"], 2, "--lr"),
     "negative lr": (["--lr", "-1"], 2, "--lr"),
     "batch larger than the data": (["--batch-size", "5000"], 1, "--batch-size 5000"),
@@ -95,6 +97,27 @@ def test_bad_settings_end_in_one_sentence(run, corpus, tiny, case):
     assert command.error.startswith("error: ")
     assert says in command.error
     assert "Traceback" not in command.stderr
+
+
+AT_ONCE = {
+    "schedule without an end": (["--max-update", "0", "--max-epoch", "1"], "--max-update"),
+    "sample longer than positions": (
+        ["--decoder-learned-pos", "--max-target-positions", "16"],
+        "--max-target-positions",
+    ),
+    "missing tracker": (["--aim-repo", "aim"], "scalerun[aim]"),
+    "tracker's folder": (["--tensorboard-logdir", "data/train/00/verse.jsonl/x"], "--tensorboard"),
+    "pattern without parameters": (["--lr-scale", "nothing*=0.1"], "nothing*"),
+}
+
+
+@pytest.mark.parametrize("case", AT_ONCE)
+def test_what_has_nothing_to_do_with_the_text_is_said_before_it_is_read(run, corpus, tiny, case):
+    words, says = AT_ONCE[case]
+    spoil_train(b"bad\n")(corpus)
+    command = run("train", corpus, *tiny, *LAST, *words)
+    assert command.code in (1, 2)
+    assert says in command.error
 
 
 def test_a_run_folder_that_cannot_be_written_is_named(run, corpus, tiny, tmp_path):
@@ -145,6 +168,28 @@ def test_a_full_disk_ends_the_run_and_keeps_the_old_checkpoints(run, corpus, tin
 def trained(run, corpus, tiny, tmp_path):
     assert run("train", corpus, *tiny, *LAST).code == 0
     return tmp_path / "run"
+
+
+def test_a_bad_validation_set_is_noticed_before_training(run, corpus, tiny, records, tmp_path):
+    (corpus / "valid/second/00/verse.jsonl").write_bytes(b"[]\n")
+    command = run("train", corpus, *tiny, *LAST)
+    assert command.code == 1
+    assert "second/00/verse.jsonl:1" in command.error
+    assert not (tmp_path / "run/config.yaml").exists()
+
+
+def test_a_bad_record_far_into_a_validation_set_loses_nothing(run, corpus, tiny, records, tmp_path):
+    (corpus / "valid/second/01").mkdir()
+    (corpus / "valid/second/01/verse.jsonl").write_bytes(b"[]\n")
+    words = ["--max-update", "3", "--save-dir", "run"]
+    command = run("train", corpus, *tiny, *words)
+    assert command.code == 1
+    assert "second/01/verse.jsonl:1" in command.error
+    assert (tmp_path / "run/checkpoint_3").is_dir()
+    (corpus / "valid/second/01/verse.jsonl").write_bytes(text_line("Repaired."))
+    command = run("train", corpus, *tiny, *words)
+    assert command.code == 0, command.stderr
+    assert len(records(tmp_path / "run", "valid", num_updates=3)) == 2
 
 
 @pytest.mark.parametrize("damage", ["truncated", "one bit", "missing file", "empty manifest"])
@@ -204,6 +249,60 @@ def test_a_run_that_goes_on_with_other_settings_says_what_does_not_fit(
     assert checkpoint_files(trained) == before
 
 
+OTHER_LOSS = """
+from dataclasses import dataclass
+from scalerun.criterions import register_criterion
+from scalerun.criterions.cross_entropy import CrossEntropy
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
+
+@dataclass
+class OtherConfig(ScalerunDataclass):
+    pass
+
+@register_criterion("other_loss", OtherConfig)
+class OtherLoss(CrossEntropy):
+    pass
+"""
+
+
+def test_another_criterion_is_refused_on_resume_and_welcome_in_a_new_run(
+    run, corpus, tiny, trained, tmp_path
+):
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins/other.py").write_text(OTHER_LOSS)
+    other = ["--user-dir", "plugins", "--criterion", "other_loss", "--max-update", "6"]
+    refused = run("train", corpus, *tiny, *LAST, *other)
+    assert refused.code == 1
+    assert "trained with --criterion cross_entropy, not other_loss" in refused.error
+    new = [*other, "--save-dir", "new", "--restore-file", "run"]
+    assert run("train", corpus, *tiny, *new).code == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--decoder-attention-heads", "4"],
+        ["--tokens-per-sample", "16"],
+        ["--tokenizer", "nowhere.model"],
+        ["--valid-subset", "valid/third"],
+    ],
+)
+def test_a_refused_command_does_not_describe_the_run(run, corpus, tiny, trained, words):
+    files = [trained / name for name in ("config.yaml", "command.txt", "versions.json")]
+    before = [file.read_bytes() for file in files]
+    for file in files:
+        os.utime(file, (1, 1))
+    assert run("train", corpus, *tiny, *LAST, "--max-update", "8", *words).code == 1
+    assert [file.read_bytes() for file in files] == before
+    assert all(file.stat().st_mtime == 1 for file in files)
+
+
+def test_bad_data_leaves_no_description(run, corpus, tiny, tmp_path):
+    spoil_train(b"[]\n")(corpus)
+    assert run("train", corpus, *tiny, *LAST).code == 1
+    assert not (tmp_path / "run/config.yaml").exists()
+
+
 def test_settings_that_leave_the_function_as_it_is_may_change(run, corpus, tiny, trained):
     words = ["--dropout", "0.3", "--clip-norm", "1", "--weight-decay", "0.1", "--max-update", "6"]
     command = run("train", corpus, *tiny, *LAST, *words)
@@ -235,7 +334,7 @@ def test_another_vocabulary_is_refused_on_resume(run, corpus, tiny, trained, tmp
         ("validate", ["--path", "nowhere"], 1, "nowhere"),
         ("validate", ["--path", "run", "--use-ema"], 1, "--store-ema"),
         ("validate", ["--path", "run", "--valid-subset", "valid/x"], 1, "first"),
-        ("validate", ["--path", "run", "--json", "nowhere/x.json"], 1, "--json"),
+        ("validate", ["--path", "run", "--json", "run/config.yaml/x.json"], 1, "--json"),
         ("validate", ["nodata", "--path", "run"], 1, "nodata"),
         ("interactive_cli", [], 2, "--path is required"),
         ("interactive_cli", ["--path", "run", "--top-p", "2"], 2, "--top-p"),

@@ -18,6 +18,7 @@ from scalerun.cli.interactive_cli import (
     usable,
 )
 from scalerun.data.byte_tokenizer import ByteTokenizer
+from scalerun.dataclass.configs import CommonConfig
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.models.base_decoder import BaseDecoder
 from scalerun.models.base_model import build_model
@@ -58,7 +59,8 @@ def load(monkeypatch: pytest.MonkeyPatch, generator: SequenceGenerator) -> dict[
     def load_for_inference(path: str | None, **settings: Any) -> object:
         asked.update(path=path, **settings)
         task = SimpleNamespace(tokenizer=generator.tokenizer)
-        return SimpleNamespace(task=task, model=generator.model)
+        cfg = SimpleNamespace(common=CommonConfig())
+        return SimpleNamespace(cfg=cfg, task=task, model=generator.model)
 
     monkeypatch.setattr("scalerun.cli.inference.load_for_inference", load_for_inference)
     return asked
@@ -129,6 +131,22 @@ def test_a_prompt_that_does_not_fit_is_named_and_the_answers_before_it_stay(
     with pytest.raises(UserError, match="standard input, line 2: --max-new-tokens 9 after a"):
         pipe(b"a\n" + b"b" * 155, "--json", "--max-new-tokens", "9")
     assert json.loads(capsys.readouterr().out)["prompt"] == "a"
+
+
+def test_an_error_stands_on_a_line_of_its_own(
+    pipe: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="give at most 158"):
+        pipe(b"ab\n", "--max-new-tokens", "2000")
+    assert capsys.readouterr().out == ""
+
+    def fail(self: SequenceGenerator, *arguments: object, **settings: object) -> None:
+        raise UserError("the output is not finite")
+
+    monkeypatch.setattr(SequenceGenerator, "generate", fail)
+    with pytest.raises(UserError, match="not finite"):
+        pipe(b"ab\n")
+    assert capsys.readouterr().out == "ab\n"
 
 
 def test_the_default_length_shrinks_to_what_the_context_has_room_for(
@@ -267,4 +285,4 @@ def test_an_error_on_a_terminal_is_shown_and_the_next_prompt_is_answered(
     err = capsys.readouterr().err
     assert "error: --max-new-tokens 5 after a prompt of 200 tokens exceeds" in err
     assert "error: the line is not text in the terminal's encoding" in err
-    assert "\ncd" in "\n" + out.getvalue().removeprefix("x" * 200)
+    assert out.getvalue().startswith("cd")

@@ -4,6 +4,7 @@ import pytest
 
 from scalerun.cli.train_tokenizer import TrainTokenizerConfig, read_texts, train_tokenizer
 from scalerun.data.layout import find_split
+from scalerun.data.part import Part
 from scalerun.data.tokenizer import load_tokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 
@@ -42,6 +43,21 @@ def test_only_the_training_split_is_read(settings, corpus):
     before = train_tokenizer(settings()).read_bytes()
     (corpus / "valid/first/00/verse.jsonl").write_text("not even JSON")
     assert train_tokenizer(settings()).read_bytes() == before
+
+
+def test_what_training_holds_out_is_left_out(settings, corpus):
+    split = find_split(corpus, "train")
+    everything = list(read_texts(split, settings()))
+    kept = list(read_texts(split, settings(valid_fraction=0.3)))
+    assert kept == [text for text in everything if text in Part(0.3, held_out=False)]
+    assert 0 < len(kept) < len(everything)
+
+
+def test_the_output_is_checked_before_the_text_is_read(settings, corpus, tmp_path):
+    (corpus / "train/00/verse.jsonl").write_text("not even JSON")
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(UserError, match="--output .* cannot be written"):
+        train_tokenizer(settings())
 
 
 def test_a_sample_is_taken_evenly(settings, tmp_path):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from scalerun.data.jsonl_dataset import BadRecord, JsonlDataset, parse_record
 from scalerun.data.layout import TextFile
+from scalerun.data.part import Part
 from scalerun.dataclass.errors import UserError
 
 BAD = {
@@ -33,6 +34,17 @@ BAD = {
     b'{"text": ' + b"9" * 5000 + b"}": "not JSON",
     b'{"text": "a"} {"text": "b"}': "not JSON: Extra data",
 }
+
+
+def test_the_parts_of_a_text_add_up_to_it(text_file):
+    file = text_file(b"".join(b'{"text": "document %d"}\n' % i for i in range(50)) + b"\n")
+    kept, held_out = (JsonlDataset(file, part=Part(0.3, held_out=side)) for side in (False, True))
+    texts = [list(kept), list(held_out)]
+    assert all(texts)
+    assert sorted(texts[0] + texts[1]) == sorted(JsonlDataset(file))
+    assert kept.counts.other_part == held_out.counts.documents == len(texts[1])
+    for counts in (kept.counts, held_out.counts):
+        assert counts.lines == 51 == counts.blank + counts.other_part + counts.documents
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD.items(), ids=range(len(BAD)))

@@ -1,4 +1,5 @@
 import logging
+import os
 
 import pytest
 
@@ -57,6 +58,19 @@ def test_strays_are_named_in_one_line_and_never_abort(touch, caplog):
     ]
 
 
+@pytest.mark.parametrize("below", ["train/0", "train", "."])
+def test_what_looks_like_text_and_cannot_be_read_is_warned_about(touch, caplog, below):
+    data = touch(f"{below}/a.jsonl", f"{below}/.hidden.jsonl")
+    (data / below / "gone.jsonl").symlink_to("nowhere.jsonl")
+    os.mkfifo(data / below / "pipe.jsonl.gz")
+    assert names(find_split(data, "train")) == [[f"{below}/a.jsonl".removeprefix("./")]]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{data / below / 'gone.jsonl'} is not read: it is a link to nowhere.jsonl, which is not "
+        "there",
+        f"{data / below / 'pipe.jsonl.gz'} is not read: it is a pipe or another special file",
+    ]
+
+
 def test_missing_shard_numbers_are_noted(touch, caplog):
     data = touch("train/0/a.jsonl", "train/3/a.jsonl")
     with caplog.at_level(logging.INFO):
@@ -106,6 +120,18 @@ def test_a_set_that_is_not_there_is_refused_with_those_that_are(touch, name):
         find_split(data, name)
 
 
+def test_the_training_text_can_be_named_in_every_layout(touch):
+    data = touch("a.jsonl")
+    assert find_sets(data, ["train"]) == ["train"]
+    data = touch("train/0/a.jsonl")
+    assert find_sets(data, ["train/"]) == ["train"]
+
+
+def test_a_part_that_is_held_out_is_the_set_valid(touch):
+    data = touch("a.jsonl")
+    assert find_sets(data, ["valid", "train"], held_out=True) == ["valid", "train"]
+
+
 def test_an_empty_validation_folder_is_refused(touch):
     data = touch("a.jsonl", "valid/x.md")
     with pytest.raises(UserError, match="--valid-subset valid is not in"):
@@ -118,6 +144,13 @@ def test_a_missing_folder_and_a_file_are_refused(touch):
         find_split(data / "nowhere", "train")
     with pytest.raises(UserError, match="is a file; give a folder"):
         find_split(data / "a.jsonl", "train")
+
+
+def test_a_relative_folder_that_is_missing_says_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    says = rf"the data folder nowhere \({tmp_path}/nowhere\) does not exist"
+    with pytest.raises(UserError, match=says):
+        find_split("nowhere", "train")
 
 
 def test_a_folder_without_text_is_refused_with_what_it_holds(touch):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from scalerun.data.loader import BatchLoader, valid_batches
+from scalerun.data.mixture_dataset import Mixture
 from scalerun.dataclass.errors import UserError
 
 
@@ -143,17 +144,41 @@ def test_epochs_and_their_ends_are_known(load):
     assert endless.epoch == 3
 
 
-@pytest.mark.parametrize("change", [{"length": 6}, {"seed": 9}, {"mode": "complete"}])
-def test_a_place_under_other_settings_is_refused(load, change):
-    with pytest.raises(UserError, match=r"settings that cut .* --reset-dataloader"):
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"length": 6}, "--tokens-per-sample (5, now 6) changed"),
+        ({"seed": 9}, "--seed (1, now 9) changed"),
+        (
+            {"mode": "complete", "seed": 9},
+            "--sample-break-mode (none, now complete) and --seed (1, now 9) changed",
+        ),
+        (
+            {"mixture": Mixture({"web": 1, "books": 0.5})},
+            "--corpus-weights (none, now books=0.5,web=1) changed",
+        ),
+    ],
+)
+def test_a_place_under_other_settings_is_refused_and_they_alone_are_named(load, change, says):
+    with pytest.raises(UserError) as caught:
         load(**change).load_state_dict(load().state_dict())
+    assert str(caught.value).startswith(says)
+    assert str(caught.value).endswith("--reset-dataloader")
+
+
+def test_a_place_from_before_settings_were_kept_one_by_one_still_loads(load):
+    state = load().state_dict()
+    del state["ingredients"]
+    load().load_state_dict(state)
+    with pytest.raises(UserError, match="^the text, the tokenizer, or a setting .* changed since"):
+        load(seed=9).load_state_dict(state)
 
 
 def test_a_place_in_other_text_is_refused(load, number_corpus):
     state = load().state_dict()
     file = number_corpus / "train/2/web.jsonl"
     file.write_text(file.read_text().replace("10", "11"))
-    with pytest.raises(UserError, match=r"text files of train changed .* --reset-dataloader"):
+    with pytest.raises(UserError, match=r"^the training text \(digest \w+, now .* changed since"):
         load().load_state_dict(state)
 
 

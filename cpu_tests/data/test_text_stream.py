@@ -53,6 +53,18 @@ def test_a_truncated_stream_ends_in_an_error_behind_its_lines(folder, suffix, cu
     assert all(line in (b"one", b"two") for line in lines)
 
 
+@pytest.mark.parametrize("chunk", [3, 1 << 16])
+def test_zeros_behind_gzip_members_are_padding(folder, monkeypatch, chunk):
+    monkeypatch.setattr(text_stream, "COMPRESSED_CHUNK_BYTES", chunk)
+    path = folder / "padded.gz"
+    member = gzip.compress(b"one\n")
+    path.write_bytes(member + b"\0" * 20 + member + b"\0" * 512)
+    assert list(read_lines(path)) == [b"one", b"one"] == gzip.decompress(path.read_bytes()).split()
+    for content in (b"\0" * 20 + member, member + b"\0" * 20 + b"x" * 20):
+        path.write_bytes(content)
+        assert isinstance(list(read_lines(path))[-1], StreamError)
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_damaged_stream_ends_in_an_error(folder, suffix):
     path = folder / f"bad{suffix}"

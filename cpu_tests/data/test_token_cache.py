@@ -1,6 +1,7 @@
 import errno
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 
@@ -168,6 +169,19 @@ def test_a_disk_that_takes_nothing_more_is_named_and_nothing_remains(
     with pytest.raises(UserError, match=rf"cannot be written to: {reason}; .* --cache-dir"):
         cache().load(text_file(LINES))
     assert {path.suffix for path in cache().folder.iterdir()} == {".lock"}
+
+
+def test_a_cache_that_is_deleted_is_made_again_and_its_run_folder_is_not(
+    tmp_path, text_file, monkeypatch
+):
+    monkeypatch.setattr("scalerun.data.digests.SETTLED_NS", 0)
+    cache = TokenCache(tmp_path / "run/cache", ByteTokenizer())
+    first = cache.load(text_file(LINES)).tokens.tolist()
+    shutil.rmtree(tmp_path / "run/cache")
+    assert cache.load(text_file(LINES)).tokens.tolist() == first
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(UserError, match="run with the token cache is gone: it was deleted or"):
+        cache.load(text_file(LINES))
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path, text_file):

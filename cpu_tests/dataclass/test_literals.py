@@ -21,15 +21,17 @@ STRINGS = SettingType.of(list[str])
         ("[]", []),
         ("", []),
         ("a b", ["a b"]),
+        (" ", [" "]),
+        ("\n", ["\n"]),
     ],
 )
 def test_a_list_is_cut_at_commas_outside_quotes(text, items):
     assert STRINGS.parse(text) == items
 
 
-@pytest.mark.parametrize("text", [",", "a,,b", "\n", "  ", "[a", "(a]"])
+@pytest.mark.parametrize("text", [",", "a,,b", "[a", "(a]"])
 def test_a_list_with_a_hole_is_refused(text):
-    with pytest.raises(ValueError, match="item|white space|close"):
+    with pytest.raises(ValueError, match="item|close"):
         STRINGS.parse(text)
 
 

@@ -242,6 +242,16 @@ def test_a_run_that_never_ends_is_refused():
         ("common:\n  log_format: xml\n", "--log-format: 'xml' is not a choice"),
         ("a: [1\n", "is not YAML"),
         ("- 1\n", "holds a list"),
+        ("3\n", "must be a mapping of settings"),
+        ("just text\n", "must be a mapping of settings"),
+        ("optimizer: {adam_betas: 0.9}\n", ":1 sets optimizer.adam_betas to a wrong value"),
+        ("optimizer: {adam_betas: {a: 1}}\n", ":1 sets optimizer.adam_betas to a wrong value"),
+        ("dataset: {batch_size: [4]}\n", ":1 sets dataset.batch_size to a wrong value"),
+        ("task: {corpus_weights: [1]}\n", ":1 sets task.corpus_weights to a wrong value"),
+        (
+            "optimizer:\n  momentum: 1\n",
+            ":2 sets optimizer.momentum, which belongs to --optimizer sgd, but --optimizer is adam",
+        ),
         ("common: 3\n", "no settings under common"),
         ("optimization: {clip_norm: .nan}\n", "--clip-norm: nan is not a finite number"),
         (
@@ -289,6 +299,46 @@ def test_a_parsed_configuration_is_read_only():
         cfg.common.seed = 3
     with pytest.raises(AttributeError, match="read-only"):
         cfg.common = None
+
+
+def test_a_switch_named_no_x_is_turned_off_with_a_value_alone(capsys):
+    assert parse("--no-save").checkpoint.no_save
+    assert not parse("--no-save", "--no-save=false").checkpoint.no_save
+    assert "--no-no-save is not a flag; did you mean --no-save" in refusal("--no-no-save")
+    with pytest.raises(SystemExit):
+        parse("--help")
+    assert "--no-no-" not in capsys.readouterr().out
+
+
+def test_the_version_needs_no_other_flag(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse("--version", required=False)
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("train ")
+
+
+def test_help_without_a_component_says_what_is_missing(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help", required=False)
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith("usage: train [DATA] [flags]")
+    assert text.endswith("Together with --task and --arch, --help lists their flags too.")
+    with pytest.raises(SystemExit):
+        parse("--help")
+    assert "Together with" not in capsys.readouterr().out
+
+
+@dataclass
+class OwnDefaultConfig(ScalerunDataclass):
+    bf16: bool = option(False, "compute in bfloat16 (default: as in training)")
+
+
+def test_help_gives_one_default(capsys):
+    with pytest.raises(SystemExit):
+        parse_config(OwnDefaultConfig, ["--help"], prog="command")
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith("usage: command [flags]")
+    assert text.endswith("compute in bfloat16 (default: as in training)")
 
 
 def test_help_names_every_flag_and_its_default(capsys):

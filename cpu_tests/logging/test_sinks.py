@@ -1,4 +1,5 @@
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -54,6 +55,18 @@ def test_a_torn_last_line_is_healed_and_whole_ones_stay(
     path.write_bytes(before)
     write_one(path)
     assert path.read_bytes() == kept + LINE
+
+
+def test_a_file_that_is_deleted_is_made_again_and_its_folder_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "run/metrics.jsonl"
+    with JsonlSink(path) as sink:
+        sink.write({"kind": "train", "num_updates": 0})
+        path.unlink()
+        sink.write({"kind": "train", "num_updates": 1})
+        assert path.read_bytes() == LINE
+        shutil.rmtree(path.parent)
+        with pytest.raises(UserError, match="run is gone: it was deleted or moved during the run"):
+            sink.write({"kind": "train", "num_updates": 2})
 
 
 def test_every_cut_of_a_file_heals_to_whole_records(tmp_path: Path) -> None:

@@ -49,6 +49,70 @@ def test_valid_stands_for_all_sets_and_is_optional(make_task, tmp_path, write_js
     assert make_task(data=str(tmp_path / "plain")).valid_subsets(["valid"]) == []
 
 
+@pytest.fixture
+def plain(tmp_path, write_jsonl):
+    """A folder of text without any structure."""
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / f"plain/{name}.jsonl", [f"{name}, text {i}" for i in range(40)])
+    return str(tmp_path / "plain")
+
+
+def tokens_of(dataset):
+    return sum(len(block.tokens) - 1 for block in dataset.shard(1, 0))
+
+
+def test_a_part_that_is_held_out_is_never_trained_on(make_task, plain):
+    whole = make_task(data=plain).load_dataset("train")
+    task = make_task(data=plain, valid_fraction=0.2)
+    assert task.valid_subsets(["valid"]) == ["valid"]
+    kept, held_out = task.load_dataset("train"), task.load_dataset("valid")
+    assert held_out.recipe.seed is None
+    assert held_out.name == "valid"
+    assert kept.counts().documents + held_out.counts().documents == 80
+    assert 0 < tokens_of(held_out) < tokens_of(kept)
+    assert tokens_of(kept) + tokens_of(held_out) == tokens_of(whole)
+    assert tokens_of(kept) == kept.counts().tokens
+    assert tokens_of(task.load_dataset("train", training=False)) == tokens_of(kept)
+    for event in task.data_report():
+        assert event["lines"] == 80 == event["lines_other_part"] + event["lines_documents"]
+
+
+def test_the_part_belongs_to_the_fingerprint(make_task, plain):
+    prints = {
+        make_task(data=plain, valid_fraction=share).load_dataset("train").fingerprint
+        for share in (0.0, 0.2, 0.3)
+    }
+    assert len(prints) == 3
+    assert len({each.split("-")[0] for each in prints}) == 1
+
+
+@pytest.mark.parametrize(
+    ("share", "split", "message"),
+    [(1e-9, "valid", "valid has no documents: all 80 are on"), (1 - 1e-9, "train", "train has no")],
+)
+def test_a_share_that_leaves_a_side_empty_is_refused(make_task, plain, share, split, message):
+    with pytest.raises(UserError, match=message):
+        make_task(data=plain, valid_fraction=share).load_dataset(split)
+
+
+def test_a_folder_valid_and_a_part_that_is_held_out_exclude_each_other(make_task, corpus):
+    task = make_task(valid_fraction=0.5)
+    with pytest.raises(ConfigError, match=r"--valid-fraction 0\.5 .* has a folder valid"):
+        task.load_dataset("train")
+    # Scoring another folder with a run's settings: its own sets are meant.
+    assert task.valid_subsets(["valid"]) == ["valid/first", "valid/second"]
+    assert task.load_dataset("train", training=False).counts().documents > 0
+
+
+def test_a_part_can_be_held_out_from_train_only(make_task, tmp_path, write_jsonl):
+    write_jsonl(tmp_path / "two/train/a.jsonl", ["text"])
+    write_jsonl(tmp_path / "two/more/a.jsonl", ["text"])
+    with pytest.raises(ConfigError, match="of --train-subset train, not more"):
+        make_task(data=str(tmp_path / "two"), valid_fraction=0.5).load_dataset(
+            "more", training=True
+        )
+
+
 def test_tokenised_text_is_kept_in_the_run_folder_or_where_asked(make_task, tmp_path):
     make_task().load_dataset("train")
     assert list((tmp_path / "run/cache").glob("*.tokens"))

@@ -32,6 +32,14 @@ _REMEDIES = {
     "--reset-optimizer",
 }
 """What to do about a part that does not fit."""
+_RESETS = {
+    "optimizer": "--reset-optimizer",
+    "lr_scheduler": "--reset-lr-scheduler",
+    "loader": "--reset-dataloader",
+    "metrics": "--reset-meters",
+    "throughput": "--reset-meters",
+}
+"""Flags of a new run that does without a part."""
 
 
 def find_checkpoint(path: str | Path, flag: str = "--path") -> Path:
@@ -171,8 +179,11 @@ def load_state(
         if part in present:
             templates[part] = split_state(owner.state_dict())[0]
         elif part not in optional:
+            reset = f" {_RESETS[part]}" if part in _RESETS else ""
             raise UserError(
-                f"checkpoint {path} has no {part} (it has {', '.join(sorted(present))})"
+                f"checkpoint {path} has no {part} (it has {', '.join(sorted(present))}): an older "
+                "scalerun or another program wrote it; start a new run from it: "
+                f"--save-dir NEW --restore-file OLD{reset}"
             )
     load_tensors(path, templates)
     for part, template in templates.items():

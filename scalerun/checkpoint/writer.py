@@ -84,6 +84,11 @@ def write_checkpoint(folder: CheckpointFolder, content: Content) -> Manifest:
 
 def write_error(folder: CheckpointFolder, num_updates: int, error: OSError) -> UserError:
     """What to tell the user about a checkpoint that could not be written."""
+    if not folder.path.is_dir():
+        return UserError(
+            f"checkpoint_{num_updates} could not be written: --save-dir {folder.path} is gone, it "
+            "was deleted or moved during the run"
+        )
     return UserError(
         f"checkpoint_{num_updates} could not be written to --save-dir {folder.path}: "
         f"{error.strerror or error}; the checkpoints there are intact"

@@ -17,21 +17,30 @@ from scalerun.dataclass.errors import ConfigError
 from scalerun.distributed.launch import choose_device
 from scalerun.distributed.precision import choose_precision
 from scalerun.logging.profiler import UpdateProfiler
-from scalerun.logging.sinks import build_sinks
+from scalerun.logging.sinks import build_sinks, check_trackers
 from scalerun.logging.throughput import Throughput, measure_matmul_rate
 from scalerun.models.base_model import BaseModel
 from scalerun.optim.base_optimizer import build_optimizer
 from scalerun.optim.ema import EMA
 from scalerun.optim.loss_scaler import DynamicLossScaler
 from scalerun.optim.lr_scheduler.base_lr_scheduler import build_lr_scheduler
+from scalerun.plugins import plugin_errors
 from scalerun.tasks.base_task import BaseTask, setup_task
 from scalerun.trainer import TrainerParts
 
 logger = logging.getLogger(__name__)
 
+PATHS = {"common": ("user_dir",), "task": ("data", "cache_dir")}
+"""Settings that name folders, which a checkpoint's user may look for from anywhere."""
 
+
+@plugin_errors()
 def build_parts(cfg: ScalerunConfig, save_dir: Path) -> TrainerParts:
-    """Build everything that the Trainer puts to work."""
+    """Build everything that the Trainer puts to work.
+
+    What reads text comes late: whatever else is wrong is said before hours of tokenising.
+    """
+    check_trackers(cfg.common)
     device = choose_device(cpu=cfg.common.cpu)
     precision = choose_precision(fp16=cfg.common.fp16, bf16=cfg.common.bf16, device=device)
     task = setup_task(
@@ -41,11 +50,16 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path) -> TrainerParts:
         quarantine=save_dir / "quarantine.jsonl",
     )
     valid_subsets = choose_valid_subsets(cfg, task)
-    loader = build_loader(cfg, task)
     model = task.build_model(cfg.model, seed=cfg.common.seed, device=device)
     if cfg.common.compile:
         model.compile_blocks()
     optimizer = build_optimizer(cfg.optimizer, model.named_parameters())
+    lr_scheduler = build_lr_scheduler(
+        cfg.lr_scheduler, optimizer, max_update=cfg.optimization.max_update
+    )
+    loader = build_loader(cfg, task)
+    for subset in valid_subsets:
+        task.load_dataset(subset, training=False)  # else its faults would show hours later
     sinks = build_sinks(
         cfg.common,
         save_dir=save_dir,
@@ -59,9 +73,7 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path) -> TrainerParts:
         model=model,
         criterion=build_criterion(cfg.criterion).to(device),
         optimizer=optimizer,
-        lr_scheduler=build_lr_scheduler(
-            cfg.lr_scheduler, optimizer, max_update=cfg.optimization.max_update
-        ),
+        lr_scheduler=lr_scheduler,
         loader=loader,
         checkpoints=CheckpointManager(
             cfg.checkpoint, run_files=run_files(cfg, task), on_event=sinks.write
@@ -124,7 +136,13 @@ def build_throughput(
 
 def run_files(cfg: ScalerunConfig, task: BaseTask) -> dict[str, str | Path]:
     """Files that make a checkpoint complete in itself."""
-    files: dict[str, str | Path] = {CONFIG_FILE: json.dumps(cfg.to_dict(), indent=1)}
+    content = cfg.to_dict()
+    for section, names in PATHS.items():
+        for name in names:
+            value = content[section].get(name)
+            if isinstance(value, str) and value and Path(value).expanduser().exists():
+                content[section][name] = str(Path(value).expanduser().absolute())
+    files: dict[str, str | Path] = {CONFIG_FILE: json.dumps(content, indent=1)}
     files.update({f"{ASSETS_FOLDER}/{name}": path for name, path in task.assets().items()})
     return files
 

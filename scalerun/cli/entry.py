@@ -23,6 +23,7 @@ def run_cli(main: Callable[[], int]) -> None:
     of the program itself keeps its traceback.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    open_closed_streams()
     try:
         code = main()
         sys.stdout.flush()
@@ -44,6 +45,16 @@ def run_cli(main: Callable[[], int]) -> None:
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
+
+
+def open_closed_streams() -> None:
+    """Give a process that was started without a standard stream an empty one (``<&-``, ``>&-``).
+
+    Else the next file that is opened would take its number, and messages would be written to it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _report(message: str, code: int) -> int:

@@ -24,7 +24,7 @@ from scalerun.dataclass.configs import ScalerunConfig
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import config_from_dict
 from scalerun.models.base_model import BaseModel
-from scalerun.plugins import load_plugins
+from scalerun.plugins import load_plugins, plugin_errors
 from scalerun.tasks.base_task import TASK_REGISTRY, BaseTask, setup_task
 
 CONFIG_FILE = "config.json"
@@ -42,6 +42,7 @@ class LoadedRun:
     num_updates: int
 
 
+@plugin_errors()
 def load_for_inference(
     path: str | None,
     *,

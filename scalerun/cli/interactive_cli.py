@@ -18,18 +18,18 @@ from dataclasses import dataclass
 from typing import IO
 
 from scalerun.cli.entry import run_cli
+from scalerun.cli.inference_config import InferenceConfig
 from scalerun.data.base_tokenizer import BaseTokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
 from scalerun.dataclass.sampling_params import SamplingParams
-from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
+from scalerun.dataclass.scalerun_dataclass import option
 from scalerun.distributed.launch import choose_device
-from scalerun.distributed.precision import choose_precision
 from scalerun.logging.console import setup_logging
 from scalerun.models.base_decoder import BaseDecoder
 from scalerun.sequence_generator import SequenceGenerator
 
-PROG = "scalerun.cli.interactive_cli"
+PROG = "scalerun-interactive"
 PROMPT_MARK = "> "
 DEFAULT_NEW_TOKENS = 128
 DEFAULT_TOP_P = 0.9
@@ -37,10 +37,9 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
 
 @dataclass
-class InteractiveConfig(ScalerunDataclass):
+class InteractiveConfig(InferenceConfig):
     """Everything that ``scalerun.cli.interactive_cli`` can be told."""
 
-    path: str | None = option(None, "run folder or checkpoint folder")
     max_new_tokens: int | None = option(
         None,
         f"new tokens at most (default: {DEFAULT_NEW_TOKENS}, or what the context has room for)",
@@ -66,14 +65,9 @@ class InteractiveConfig(ScalerunDataclass):
     seed: int | None = option(None, "seed of every prompt's draws (default: a new one each time)")
     truncate_prompt: bool = option(False, "drop the beginning of prompts too long for the context")
     json: bool = option(False, "print one JSON object for each prompt")
-    use_ema: bool = option(False, "take the averaged weights (needs a run with --store-ema)")
-    cpu: bool = option(False, "use the CPU even where a GPU is present")
-    bf16: bool = option(False, "compute in bfloat16")
-    user_dir: str | None = option(None, "folder with plug-in code (default: the one of the run)")
 
     def validate(self) -> None:
-        if self.path is None:
-            raise ConfigError("--path is required: a run folder or a checkpoint folder")
+        super().validate()
         if self.max_new_tokens == 0:
             raise ConfigError("--max-new-tokens is 0; give 1 or more")
         if self.max_new_tokens is None and self.min_new_tokens > DEFAULT_NEW_TOKENS:
@@ -140,12 +134,18 @@ class Session:
         """
         tokens = self.generator.tokenizer.encode(prompt)
         params = self.cfg.params(self._default_new_tokens(len(tokens)))
+        self.generator.fit(tokens, params)  # an error comes before anything is printed
         if not self.cfg.json:
             self._print(prompt)
-        with self.autocast():
-            [result] = self.generator.generate(
-                [tokens], [params], on_text=None if self.cfg.json else self._print_piece
-            )
+        try:
+            with self.autocast():
+                [result] = self.generator.generate(
+                    [tokens], [params], on_text=None if self.cfg.json else self._print_piece
+                )
+        except UserError:
+            if not self.cfg.json:
+                self._print("\n")
+            raise
         if not self.cfg.json:
             self._print("\n")
             return
@@ -272,11 +272,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may say what the terminal cannot show
     device = choose_device(cpu=cfg.cpu)
-    precision = choose_precision(fp16=False, bf16=cfg.bf16, device=device)
     # Only now, so that --help need not wait for torch's distributed packages.
     from scalerun.cli.inference import load_for_inference
 
     loaded = load_for_inference(cfg.path, device=device, use_ema=cfg.use_ema, user_dir=cfg.user_dir)
+    precision = cfg.precision(loaded.cfg.common, device)
     tokenizer, model = usable(loaded.task.tokenizer, loaded.model)
     session = Session(
         cfg, SequenceGenerator(model, tokenizer), autocast=precision.autocast, out=sys.stdout

@@ -30,10 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     setup_logging(cfg.common.log_format, log_file=cfg.common.log_file)
     with StopSignal() as stop_signal, RunFolder(Path(cfg.checkpoint.save_dir)) as folder:
-        folder.write_description(cfg, words)
         parts = build_parts(cfg, folder.path)
         with parts.sinks, parts.checkpoints:
-            Trainer(cfg, parts, stop_signal).train()
+            trainer = Trainer(cfg, parts, stop_signal)
+            trainer.resume()
+            # Not before: a command that is refused must not describe the run that is there.
+            folder.write_description(cfg, words)
+            trainer.train()
     return stop_signal.exit_code
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 from scalerun.checkpoint.atomic import replace_file
 from scalerun.cli.entry import run_cli
+from scalerun.cli.output_file import prepare_output_file
 from scalerun.data.jsonl_dataset import JsonlDataset, QuarantinedRecord
 from scalerun.data.layout import TRAIN, Split, find_split
+from scalerun.data.part import Part, check_valid_fraction
 from scalerun.data.tokenizer import load_tokenizer
 from scalerun.data.tokenizer_training import train_byte_level_bpe, train_sentencepiece
 from scalerun.dataclass.configs import at_least
@@ -42,6 +44,9 @@ class TrainTokenizerConfig(ScalerunDataclass):
     sample_megabytes: int = option(
         0, "train on about this many megabytes, taken evenly from the text; 0 for all"
     )
+    valid_fraction: float = option(
+        0.0, "leave out the documents that training with this --valid-fraction holds out"
+    )
     bad_records: str = option(
         "stop", "stop at a record that cannot be read, or skip it", choices=("stop", "skip")
     )
@@ -57,6 +62,7 @@ class TrainTokenizerConfig(ScalerunDataclass):
             )
         at_least("--vocab-size", self.vocab_size, 1)
         at_least("--sample-megabytes", self.sample_megabytes, 0)
+        check_valid_fraction(self.valid_fraction)
         if not 0.98 <= self.character_coverage <= 1:
             raise ConfigError(
                 f"--character-coverage is {self.character_coverage:g}; give a share from 0.98 to 1"
@@ -73,8 +79,9 @@ def train_tokenizer(cfg: TrainTokenizerConfig) -> Path:
     Raises:
         UserError: the text cannot be read, or the vocabulary does not fit it.
     """
-    split = find_split(cfg.data, TRAIN)
     output = Path(cfg.output)
+    prepare_output_file("--output", output)
+    split = find_split(cfg.data, TRAIN)
     texts = read_texts(split, cfg)
     if cfg.library == "tokenizers":
         content = train_byte_level_bpe(texts, vocab_size=cfg.vocab_size)
@@ -95,10 +102,12 @@ def read_texts(split: Split, cfg: TrainTokenizerConfig) -> Iterator[str]:
     files = [file for shard in split.shards for file in shard]
     total = sum(file.path.stat().st_size for file in files)
     share = min(cfg.sample_megabytes * 1e6 / max(total, 1), 1.0) if cfg.sample_megabytes else 1.0
+    part = Part(cfg.valid_fraction, held_out=False) if cfg.valid_fraction else None
     bad: list[QuarantinedRecord] = []
+    on_bad_record = bad.append if cfg.bad_records == "skip" else None
     seen = taken = 0
     for file in files:
-        for text in JsonlDataset(file, bad.append if cfg.bad_records == "skip" else None):
+        for text in JsonlDataset(file, on_bad_record, part=part):
             seen += len(text)
             if taken < seen * share:
                 taken += len(text)

@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scalerun.cli.entry import run_cli
+from scalerun.cli.inference_config import InferenceConfig
+from scalerun.cli.output_file import prepare_output_file
 from scalerun.criterions.base_criterion import build_criterion
 from scalerun.dataclass.configs import above_zero, check_num_workers
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
-from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
+from scalerun.dataclass.scalerun_dataclass import option
 from scalerun.distributed.launch import choose_device
-from scalerun.distributed.precision import choose_precision
 from scalerun.distributed.stop_signal import StopSignal
 from scalerun.evaluation import SubsetResult, evaluate
 from scalerun.logging.console import setup_logging
 
 
 @dataclass
-class ValidateConfig(ScalerunDataclass):
+class ValidateConfig(InferenceConfig):
     """What ``scalerun.cli.validate`` can be told."""
 
     data: str | None = option(None, "data folder (default: the run's own)", positional=True)
-    path: str | None = option(None, "run folder or checkpoint folder")
     valid_subset: list[str] = option(
         ["valid"], "folders below DATA to score; a folder of sets stands for all of them"
     )
@@ -35,27 +35,22 @@ class ValidateConfig(ScalerunDataclass):
     max_valid_steps: int | None = option(None, "score at most this many batches of each set")
     num_workers: int = option(0, "processes that prepare batches")
     json: str | None = option(None, "also write the numbers to this file")
-    use_ema: bool = option(False, "use the averaged weights of --store-ema")
-    cpu: bool = option(False, "use the CPU even where a GPU is present")
-    fp16: bool = option(False, "compute in half precision (default: as in training)")
-    bf16: bool = option(False, "compute in bfloat16 (default: as in training)")
-    fp32: bool = option(False, "compute in float32 (default: as in training)")
-    user_dir: str | None = option(None, "plug-in folder (default: as in training)")
 
     def validate(self) -> None:
-        if self.path is None:
-            raise ConfigError("--path is required: a run folder or a checkpoint folder")
+        super().validate()
+        if not self.valid_subset:
+            raise ConfigError("--valid-subset is empty; name a set to score")
         above_zero("--batch-size", self.batch_size)
         above_zero("--max-valid-steps", self.max_valid_steps)
         check_num_workers(self.num_workers)
-        if self.fp16 + self.bf16 + self.fp32 > 1:
-            raise ConfigError("--fp16, --bf16 and --fp32 exclude each other; give one of them")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Score every set, print a table, write ``--json``; return the exit code."""
     cfg = parse_config(ValidateConfig, argv, prog="scalerun-validate")
     setup_logging()
+    if cfg.json is not None:
+        prepare_output_file("--json", Path(cfg.json))
     with StopSignal():
         results = score(cfg)
     print(format_table(results))
@@ -73,16 +68,14 @@ def score(cfg: ValidateConfig) -> list[SubsetResult]:
     run = load_for_inference(
         cfg.path, device=device, use_ema=cfg.use_ema, data=cfg.data, user_dir=cfg.user_dir
     )
-    as_trained = not (cfg.fp16 or cfg.bf16 or cfg.fp32)
-    precision = choose_precision(
-        fp16=run.cfg.common.fp16 if as_trained else cfg.fp16,
-        bf16=run.cfg.common.bf16 if as_trained else cfg.bf16,
-        device=device,
-    )
+    precision = cfg.precision(run.cfg.common, device)
     dataset = run.cfg.dataset
     subsets = run.task.valid_subsets(cfg.valid_subset)
     if not subsets:
-        raise UserError(f"{cfg.data or 'the data'} has no validation set; name one below DATA")
+        raise UserError(
+            f"{cfg.data or 'the data'} has no validation set; name a folder below DATA with "
+            "--valid-subset, or score the training text with --valid-subset train"
+        )
     results = []
     for subset in subsets:
         result = evaluate(

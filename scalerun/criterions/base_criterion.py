@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
 from scalerun.data.batch import Batch
+from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.registry import Registry
 
@@ -40,6 +42,34 @@ class BaseCriterion(nn.Module, ABC):
     @abstractmethod
     def forward(self, model: nn.Module, batch: Batch) -> CriterionOutput:
         """Compute the loss sum of one batch; it may have no target at all."""
+
+
+class Objective:
+    """Which loss a run is trained with. Its settings are numbers that may change in mid-run.
+
+    Args:
+        cfg: the criterion's configuration.
+    """
+
+    def __init__(self, cfg: ScalerunDataclass) -> None:
+        self.name = cfg._name
+
+    def state_dict(self) -> dict[str, Any]:
+        """The criterion's name."""
+        return {"name": self.name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check that a checkpoint was trained with the same loss.
+
+        Raises:
+            UserError: it was not.
+        """
+        if state["name"] != self.name:
+            raise UserError(
+                f"the checkpoint was trained with --criterion {state['name']}, not {self.name}; "
+                "use the criterion that it was trained with, or start a new run from it: "
+                "--save-dir NEW --restore-file OLD"
+            )
 
 
 CRITERION_REGISTRY: Registry[BaseCriterion] = Registry(

@@ -45,6 +45,14 @@ class BaseDataset(ABC, Generic[Sample]):
     def fingerprint(self) -> str:
         """Hex digest of the data and of all settings that decide which samples there are."""
 
+    @property
+    def ingredients(self) -> dict[str, str]:
+        """What the fingerprint is made of, for people: flags and their values, names and digests.
+
+        A message about another fingerprint names those that differ.
+        """
+        return {}
+
     @abstractmethod
     def num_shards(self) -> int:
         """Shards in an epoch."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from scalerun.data.layout import TextFile
+from scalerun.data.part import Part
 from scalerun.data.text_stream import MAX_LINE_BYTES, StreamError, read_chunks, read_lines
 from scalerun.dataclass.errors import UserError
 
@@ -21,9 +22,10 @@ class BadRecord(ValueError):
 
 @dataclass
 class ReadCounts:
-    """What became of the lines of a file: ``lines = blank + empty + quarantined + documents``.
+    """What became of the lines of a file.
 
-    A ``.txt`` file counts as one line.
+    ``lines = blank + empty + quarantined + other_part + documents``. A ``.txt`` file counts
+    as one line.
     """
 
     lines: int = 0
@@ -33,6 +35,8 @@ class ReadCounts:
     """Documents whose text has no character; there is nothing to learn from them."""
     quarantined: int = 0
     """Bad records that ``--bad-records skip`` left out."""
+    other_part: int = 0
+    """Documents on the other side, where ``--valid-fraction`` divides the text."""
     documents: int = 0
 
     def describe(self) -> str:
@@ -41,6 +45,7 @@ class ReadCounts:
             "blank lines": self.blank,
             "empty documents": self.empty,
             "bad records": self.quarantined,
+            "documents of the other part": self.other_part,
         }
         parts = [f"{self.documents} documents"]
         return ", ".join(parts + [f"{n} {name} left out" for name, n in left_out.items() if n])
@@ -71,16 +76,22 @@ class JsonlDataset:
     Args:
         file: which file.
         on_bad_record: called with each bad record; None stops at the first one.
+        part: which documents to give; None for all.
 
     Raises (while iterating):
         UserError: a bad record, with file, line and reason; or the file cannot be read.
     """
 
     def __init__(
-        self, file: TextFile, on_bad_record: Callable[[QuarantinedRecord], None] | None = None
+        self,
+        file: TextFile,
+        on_bad_record: Callable[[QuarantinedRecord], None] | None = None,
+        *,
+        part: Part | None = None,
     ) -> None:
         self.file = file
         self.on_bad_record = on_bad_record
+        self.part = part
         self.counts = ReadCounts()
         """Complete once the iteration has ended."""
 
@@ -108,11 +119,13 @@ class JsonlDataset:
                 counts.quarantined += 1
                 self._report(line, str(error))
                 continue
-            if text:
+            if not text:
+                counts.empty += 1
+            elif self.part is not None and text not in self.part:
+                counts.other_part += 1
+            else:
                 counts.documents += 1
                 yield text
-            else:
-                counts.empty += 1
 
     def _whole_file(self) -> bytes | StreamError:
         size = self.file.path.stat().st_size

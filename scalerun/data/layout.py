@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
 TRAIN = "train"
+VALID = "valid"
 MAX_NAMES_SHOWN = 8
 
 
@@ -74,7 +75,7 @@ def find_split(data: str | Path, name: str) -> Split:
         if files:
             _log_strays(
                 root,
-                (p for p in _entries(root) if p.is_file() and p not in {f.path for f in files}),
+                (p for p in _entries(root) if not p.is_dir() and p not in {f.path for f in files}),
             )
             return Split(name, [files])
         raise UserError(
@@ -83,10 +84,14 @@ def find_split(data: str | Path, name: str) -> Split:
     raise UserError(f"{root} has no set {name!r}; {_choices(root, name)}")
 
 
-def find_sets(data: str | Path, names: Iterable[str]) -> list[str]:
+def find_sets(data: str | Path, names: Iterable[str], *, held_out: bool = False) -> list[str]:
     """Names of the sets that ``names`` stand for: itself, or every set below a folder of sets.
 
-    The name ``valid`` may be absent: it is the default of ``--valid-subset``.
+    The name ``valid`` may be absent: it is the default of ``--valid-subset``. The name ``train``
+    also stands for the text of a plain folder.
+
+    Args:
+        held_out: a part of the training text is the set ``valid``.
 
     Raises:
         UserError: a set is not there; the message lists those that are.
@@ -94,11 +99,19 @@ def find_sets(data: str | Path, names: Iterable[str]) -> list[str]:
     root = data_folder(data)
     found: list[str] = []
     for name in names:
-        sets = _sets_at(root, name.strip("/"))
-        if not sets and not (name == "valid" and not (root / name).exists()):
+        name = name.strip("/")
+        sets = _sets_at(root, name)
+        if (name == VALID and held_out) or (name == TRAIN and is_plain(root)):
+            sets = [name]
+        if not sets and not (name == VALID and not (root / name).exists()):
             raise UserError(f"--valid-subset {name} is not in {root}; {_choices(root, name)}")
         found += [each for each in sets if each not in found]
     return found
+
+
+def is_plain(root: Path) -> bool:
+    """Whether a data folder has its text directly in it, and no folder ``train``."""
+    return not (root / TRAIN).is_dir() and bool(_text_files(root, root))
 
 
 def data_folder(data: str | Path) -> Path:
@@ -111,7 +124,8 @@ def data_folder(data: str | Path) -> Path:
     if root.is_dir():
         return root
     what = "is a file" if root.is_file() else "does not exist"
-    raise UserError(f"the data folder {root} {what}; give a folder with text files in it")
+    place = root if root.is_absolute() else f"{root} ({root.absolute()})"
+    raise UserError(f"the data folder {place} {what}; give a folder with text files in it")
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -177,7 +191,10 @@ def _choices(root: Path, name: str) -> str:
     sets = [each for path in _entries(root) if path.is_dir() for each in _sets_at(root, path.name)]
     sets = [each for each in sets if each != TRAIN]
     if not sets:
-        return "the folder has no validation sets (DATA/valid/<name>/<shard>/*.jsonl)"
+        return (
+            "the folder has no validation sets (DATA/valid/<name>/<shard>/*.jsonl); "
+            "--valid-fraction holds a part of the training text out"
+        )
     close = difflib.get_close_matches(name, sets, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}? " if close else ""
     return f"{hint}sets there: {_listed(sets)}"
@@ -190,9 +207,16 @@ def _expected(folder: Path) -> str:
 
 
 def _log_strays(folder: Path, paths: Iterable[Path]) -> None:
-    names = [path.name for path in paths]
-    if names:
-        logger.info("not used in %s: %s", folder, _listed(names))
+    strays = list(paths)
+    if strays:
+        logger.info("not used in %s: %s", folder, _listed([path.name for path in strays]))
+    for path in strays:
+        if path.name.lower().endswith(SUFFIXES) and not path.name.startswith("."):
+            kind = "a folder" if path.is_dir() else "a pipe or another special file"
+            if path.is_symlink() and not path.exists():
+                kind = f"a link to {path.readlink()}, which is not there"
+            if not path.is_file():
+                logger.warning("%s is not read: it is %s", path, kind)
 
 
 def _log_gaps(folder: Path, numbers: list[int]) -> None:

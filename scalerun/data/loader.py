@@ -94,9 +94,13 @@ class BatchLoader:
         epoch = self._position.epoch
         return None if samples is None else -(-samples // self.cut.samples_per_update(epoch))
 
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> dict[str, Any]:
         """The place behind the update that was yielded last, whatever was made ahead."""
-        return {**self._position.to_dict(), "fingerprint": self.dataset.fingerprint}
+        return {
+            **self._position.to_dict(),
+            "fingerprint": self.dataset.fingerprint,
+            "ingredients": self.dataset.ingredients,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a stored place; batch size, ranks and workers may differ.
@@ -105,7 +109,7 @@ class BatchLoader:
             UserError: the place belongs to other data or another cutting of it.
         """
         self._close()
-        _compare(state["fingerprint"], self.dataset)
+        _compare(state["fingerprint"], state.get("ingredients", {}), self.dataset)
         names = [field.name for field in fields(Position)]
         self._position = Position(**{name: int(state[name]) for name in names})
         self.epoch = self._position.epoch
@@ -299,7 +303,7 @@ def _with_tensors(batch: Any) -> Batch:
     return replace(batch, **{n: torch.from_numpy(v) for n, v in values if hasattr(v, "dtype")})
 
 
-def _compare(stored: str, dataset: BaseDataset[Any]) -> None:
+def _compare(stored: str, ingredients: dict[str, str], dataset: BaseDataset[Any]) -> None:
     """Refuse a place in another order of sequences.
 
     Raises:
@@ -307,13 +311,13 @@ def _compare(stored: str, dataset: BaseDataset[Any]) -> None:
     """
     if stored == dataset.fingerprint:
         return
-    same_text = stored.split("-")[0] == dataset.fingerprint.split("-")[0]
-    what = (
-        "the settings that cut and order the text (--tokenizer, --sample-break-mode, "
-        "--tokens-per-sample, --corpus-weights, --seed)"
-        if same_text
-        else f"the text files of {dataset.name}"
-    )
+    changes = [
+        f"{name} ({ingredients[name]}, now {now})"
+        for name, now in dataset.ingredients.items()
+        if ingredients.get(name, now) != now
+    ]
+    # Early checkpoints and some datasets have the fingerprint alone.
+    what = " and ".join(changes) or "the text, the tokenizer, or a setting that cuts and orders it"
     raise UserError(
         f"{what} changed since the checkpoint was written, so its place in the data has no "
         "meaning; undo the change, or start a new run from it: --save-dir NEW --restore-file OLD "

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 SHARDS_KEPT_OPEN = 3
 """The current one, the next, and the first, which validation sets and short corpora return to."""
 DIGEST_DIGITS = 16
+SHOWN_DIGITS = 8
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,21 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
     def fingerprint(self) -> str:
         return self._fingerprint
 
+    @property
+    def ingredients(self) -> dict[str, str]:
+        packing, mixture, part = self.recipe.packing, self.recipe.mixture, self.cache.part
+        weights = ",".join(f"{name}={share}" for name, share in sorted(mixture.weights.items()))
+        return {
+            "the training text": f"digest {self._fingerprint.split('-')[0][:SHOWN_DIGITS]}",
+            "--tokenizer": f"digest {self.cache.tokenizer.digest[:SHOWN_DIGITS]}",
+            "--sample-break-mode": packing.break_mode,
+            "--tokens-per-sample": str(packing.tokens_per_sample),
+            "--seed": str(self.recipe.seed),
+            "--corpus-weights": weights or "none",
+            "--multicorpus-sampling-alpha": str(mixture.alpha),
+            "--valid-fraction": str(part.fraction if part is not None else 0.0),
+        }
+
     def num_shards(self) -> int:
         return len(self.split.shards)
 
@@ -112,6 +128,11 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
         self._files(0)
         if self.num_shards() == 1 and not self.summaries[0].documents:
             lines = self.lines()
+            if lines.other_part:
+                raise UserError(
+                    f"{self.name} has no documents: all {lines.other_part} are on the other side "
+                    "of --valid-fraction; choose another share, or make the folders train and valid"
+                )
             raise UserError(
                 f"{self.name} has no documents: {lines.lines} lines, of which {lines.blank} blank, "
                 f"{lines.empty} empty and {lines.quarantined} bad; check the text files"
@@ -168,6 +189,8 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
             repr(sorted(asdict(recipe.packing).items())),
             repr((recipe.seed, sorted(recipe.mixture.weights.items()), recipe.mixture.alpha)),
         ]
+        if self.cache.part is not None:
+            settings.append(repr(self.cache.part))
         return "-".join(content_digest(*part)[:DIGEST_DIGITS] for part in (text, settings))
 
     def _survey(self) -> None:

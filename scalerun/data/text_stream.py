@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -41,18 +42,31 @@ def read_chunks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         raw = iter(lambda: file.read(size), b"")
         if suffix == ".gz":
-            yield from _decompressed(raw, lambda: zlib.decompressobj(GZIP_WINDOW))
+            make = partial(zlib.decompressobj, GZIP_WINDOW)
+            yield from _decompressed(raw, make, padding=b"\0")  # as gzip itself allows
         elif suffix == ".zst":
             yield from _decompressed(raw, lambda: zstandard.ZstdDecompressor().decompressobj())
         else:
             yield from raw
 
 
-def _decompressed(raw: Iterator[bytes], make: Callable[[], _Decompressor]) -> Iterator[bytes]:
-    """Decompress concatenated members, in pieces that the input's chunks bound."""
+def _decompressed(
+    raw: Iterator[bytes], make: Callable[[], _Decompressor], *, padding: bytes = b""
+) -> Iterator[bytes]:
+    """Decompress concatenated members, in pieces that the input's chunks bound.
+
+    Args:
+        padding: bytes that may stand behind a member.
+    """
     stream: _Decompressor | None = None
+    first = True
     for chunk in raw:
         while chunk:
+            if stream is None and not first:
+                chunk = chunk.lstrip(padding)
+                if not chunk:
+                    break
+            first = False
             stream = make() if stream is None else stream
             try:
                 data = stream.decompress(chunk)

@@ -16,6 +16,7 @@ from scalerun.data.base_tokenizer import BaseTokenizer, content_digest
 from scalerun.data.digests import DigestMemo
 from scalerun.data.jsonl_dataset import JsonlDataset, QuarantinedRecord
 from scalerun.data.layout import TextFile
+from scalerun.data.part import Part
 from scalerun.data.token_file import InvalidTokenFile, TokenFile, TokenFileWriter
 from scalerun.dataclass.errors import UserError
 
@@ -53,6 +54,7 @@ class TokenCache:
         tokenizer: makes the tokens.
         skip_bad_records: leave bad records out instead of stopping at the first.
         num_threads: threads of the tokenizer.
+        part: which documents to keep; None for all.
 
     Raises:
         UserError: the folder cannot be made or written to.
@@ -65,11 +67,13 @@ class TokenCache:
         *,
         skip_bad_records: bool = False,
         num_threads: int = 1,
+        part: Part | None = None,
     ) -> None:
         self.folder = folder
         self.tokenizer = tokenizer
         self.skip_bad_records = skip_bad_records
         self.num_threads = num_threads
+        self.part = part
         with self._explained():
             folder.mkdir(parents=True, exist_ok=True)
         self.digests = DigestMemo(folder / "digests.json")
@@ -85,6 +89,8 @@ class TokenCache:
         tokens = self._open(path, key)
         if tokens is not None:
             return tokens
+        with self._explained():
+            self.folder.mkdir(exist_ok=True)  # somebody may have emptied the run folder
         with self._explained(), self._lock(path, should_stop) as alone:
             tokens = self._open(path, key)  # another process may have made it meanwhile
             if tokens is None:
@@ -109,7 +115,8 @@ class TokenCache:
 
     def _place(self, file: TextFile) -> tuple[Path, str]:
         content = self.digests.whole(file.path)
-        key = content_digest(FORMAT, content, file.suffix, self.tokenizer.digest)
+        part = () if self.part is None else (repr(self.part),)
+        key = content_digest(FORMAT, content, file.suffix, self.tokenizer.digest, *part)
         readable = _UNSAFE.sub("_", file.corpus)[:MAX_NAME]
         return self.folder / f"{readable}-{key[:32]}.tokens", key
 
@@ -146,7 +153,8 @@ class TokenCache:
         start = time.monotonic()
         before = file.path.stat()
         quarantined: list[QuarantinedRecord] = []
-        documents = JsonlDataset(file, quarantined.append if self.skip_bad_records else None)
+        on_bad_record = quarantined.append if self.skip_bad_records else None
+        documents = JsonlDataset(file, on_bad_record, part=self.part)
         for texts in _in_batches(documents):
             if should_stop():
                 raise PreparationStopped(f"{file.path} was not tokenised to its end")
@@ -169,6 +177,11 @@ class TokenCache:
         try:
             yield
         except OSError as error:
+            if not self.folder.parent.exists():
+                raise UserError(
+                    f"{self.folder.parent} with the token cache is gone: it was deleted or moved "
+                    "during the run"
+                ) from error
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             reason = "the disk is full" if full else error.strerror
             raise UserError(

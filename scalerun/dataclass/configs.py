@@ -104,6 +104,8 @@ class DatasetConfig(ScalerunDataclass):
     skip_batches: list[str] = option([], "updates whose data is thrown away, such as 100-200,350")
 
     def validate(self) -> None:
+        if not self.valid_subset:
+            raise ConfigError("--valid-subset is empty; name a set, or give --disable-validation")
         above_zero("--batch-size", self.batch_size)
         above_zero("--batch-size-valid", self.batch_size_valid)
         check_num_workers(self.num_workers)

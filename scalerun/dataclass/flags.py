@@ -46,10 +46,14 @@ class Flag:
 
     @property
     def negations(self) -> tuple[str, ...]:
-        """Spellings that switch it off."""
+        """Spellings that switch it off; ``--no-x`` has none, since nobody says ``--no-no-x``."""
         if not self.is_switch:
             return ()
-        return tuple("--no-" + spelling.removeprefix("--") for spelling in self.spellings)
+        return tuple(
+            "--no-" + spelling.removeprefix("--")
+            for spelling in self.spellings
+            if not spelling.startswith("--no-")
+        )
 
     def set(self, text: str, *, append: bool = False) -> None:
         """Give the setting a value.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from scalerun.dataclass.flags import Flag, flags_of
@@ -11,13 +11,18 @@ from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 
 
 def format_help(
-    prog: str, groups: Iterable[tuple[str, ScalerunDataclass]], special: Mapping[str, str]
+    prog: str,
+    groups: Iterable[tuple[str, ScalerunDataclass]],
+    special: Mapping[str, str],
+    *,
+    unchosen: Sequence[str] = (),
 ) -> str:
     """The text of ``--help``.
 
     Args:
         groups: (owner, settings); an owner's flags stand together.
         special: flags that are not settings, with their help.
+        unchosen: flags that choose a component and were not given, so that its flags are missing.
     """
     parser = argparse.ArgumentParser(prog=prog, add_help=False, usage=f"{prog} [DATA] [flags]")
     first = parser.add_argument_group("general")
@@ -33,7 +38,9 @@ def format_help(
         for flag in flags:
             has_data = has_data or flag.positional
             _add(section, flag)
-    if not has_data:
+    if unchosen:
+        parser.epilog = f"Together with {' and '.join(unchosen)}, --help lists their flags too."
+    elif not has_data:
         parser.usage = f"{prog} [flags]"
     return parser.format_help()
 
@@ -47,7 +54,8 @@ def _add(section: Any, flag: Flag) -> None:
     text = flag.help
     if flag.choices is not None:
         text += f" (choices: {', '.join(flag.choices)})"
-    if value is not None and value not in ([], {}, ""):
+    # A help text that explains its default knows better.
+    if value is not None and value not in ([], {}, "") and "(default:" not in text:
         text += f" (default: {_shown(value)})"
     if flag.positional:
         section.add_argument(flag.field, help=_plain(text), metavar=flag.name, nargs="?")

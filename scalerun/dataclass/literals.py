@@ -110,7 +110,7 @@ def _items(text: str) -> list[str]:
     """Split a list at its commas; those inside quotes belong to an item.
 
     Brackets around the list and quotes around an item are taken off. White space counts only inside
-    quotes.
+    quotes, and where there is nothing else.
     """
     inner = text.strip()
     closing = _BRACKETS.get(inner[:1])
@@ -119,7 +119,7 @@ def _items(text: str) -> list[str]:
             raise ValueError(f"{text!r} opens {inner[0]!r} and does not close it")
         inner = inner[1:-1].strip()
     elif text and not inner:
-        raise ValueError(f"{text!r} is only white space; put it in quotes inside the value")
+        return [text]
     if not inner:
         return []
     items = [match.group().strip() for match in _ITEM.finditer(inner.removesuffix(","))]

@@ -11,6 +11,7 @@ import difflib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -21,7 +22,13 @@ from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.flags import Flag, FlagTable, flags_of
 from scalerun.dataclass.help_text import format_help
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
-from scalerun.dataclass.yaml_config import merge_group, read_yaml, to_yaml, unknown_key
+from scalerun.dataclass.yaml_config import (
+    line_of,
+    merge_group,
+    read_yaml,
+    to_yaml,
+    unknown_key,
+)
 
 Cfg = TypeVar("Cfg", bound=ScalerunDataclass)
 BUILT_IN = {
@@ -78,6 +85,9 @@ def parse_config(
         SystemExit: code 0, after ``--help``, ``--version`` or ``--print-config``.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if "--version" in words:
+        print(f"{prog} {__version__}")
+        raise SystemExit(0)
     builder = _Builder(config_class, words, prog, choosers or {})
     if load_plugins is not None:
         load_plugins(builder.early_value("--user-dir", "common", "user_dir"))
@@ -110,10 +120,13 @@ class _Builder:
         for slot in self.slots:
             setattr(self.root, slot.field, self._component(slot))
         if "--help" in self.words or "-h" in self.words:
-            print(format_help(self.prog, self._groups(), self._special_flags()))
-            raise SystemExit(0)
-        if "--version" in self.words:
-            print(f"{self.prog} {__version__}")
+            unchosen = [
+                slot.flag
+                for slot in self.slots
+                if not dataclasses.is_dataclass(getattr(self.root, slot.field))
+            ]
+            special = self._special_flags()
+            print(format_help(self.prog, self._groups(), special, unchosen=unchosen))
             raise SystemExit(0)
         for path, content in self.files:
             self._merge_file(path, content)
@@ -192,7 +205,31 @@ class _Builder:
                     f"{group._name} is chosen; remove the section from the file or choose "
                     f"{section.get('_name')}"
                 )
+            self._refuse_foreign_keys(path, section, name)
             merge_group(group, section, path, (name,))
+
+    def _refuse_foreign_keys(self, path: Path, section: DictConfig, name: str) -> None:
+        """Refuse settings of a component that was not chosen."""
+        for slot in self.slots:
+            if slot.field == name:
+                own = {flag.field for flag in flags_of(getattr(self.root, name), name)}
+                for key in sorted(set(map(str, section)) - own - {"_name"}):
+                    where = f"--config {path}:{line_of(path, (name, key))} sets {name}.{key}, which"
+                    self._refuse_foreign(slot, where, partial(_has_field, key))
+
+    def _refuse_foreign(self, slot: _Slot, what: str, wanted: Callable[[Flag], bool]) -> None:
+        """Refuse a setting that only other components of a slot have."""
+        chooser = self.choosers[slot.field]
+        owners = [
+            name
+            for name in chooser.names()
+            if any(map(wanted, flags_of(chooser.config_for(name), name)))
+        ]
+        if owners:
+            chosen = getattr(self.root, slot.field)._name
+            raise ConfigError(
+                f"{what} belongs to {slot.flag} {' or '.join(owners)}, but {slot.flag} is {chosen}"
+            )
 
     def _special_flags(self) -> dict[str, str]:
         special = dict(BUILT_IN)
@@ -246,25 +283,19 @@ class _Builder:
     def _refuse(self, spelling: str, table: FlagTable) -> NoReturn:
         """Refuse an unknown flag, with the closest ones or the component that has it."""
         for slot in self.slots:
-            chooser = self.choosers[slot.field]
-            owners = [
-                name
-                for name in chooser.names()
-                for flag in flags_of(chooser.config_for(name), name)
-                if spelling in flag.spellings + flag.negations
-            ]
-            if owners:
-                chosen = getattr(self.root, slot.field)._name
-                raise ConfigError(
-                    f"{spelling} belongs to {slot.flag} {' or '.join(owners)}, but {slot.flag} is "
-                    f"{chosen}"
-                )
+            self._refuse_foreign(
+                slot, spelling, lambda flag: spelling in flag.spellings + flag.negations
+            )
         known = [*table.by_spelling, *BUILT_IN, *(slot.flag for slot in self.slots)]
         close = difflib.get_close_matches(spelling, known, n=3, cutoff=0.6)
         prefixed = [name for name in known if name.startswith(spelling) and len(spelling) > 3]
         names = list(dict.fromkeys([*close, *prefixed[:3]]))[:3]
         hint = f"; did you mean {' or '.join(names)}?" if names else "; see --help"
         raise ConfigError(f"{spelling} is not a flag{hint}")
+
+
+def _has_field(name: str, flag: Flag) -> bool:
+    return flag.field == name
 
 
 def config_from_dict(

@@ -42,6 +42,8 @@ def read_yaml(path: Path) -> DictConfig:
         line = f":{mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or "it cannot be parsed"
         raise ConfigError(f"--config {path}{line} is not YAML: {problem}") from error
+    if isinstance(yaml.compose(path.read_text(encoding="utf-8")), yaml.ScalarNode):
+        raise ConfigError(f"--config {path} must be a mapping of settings")
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"--config {path} holds a list; it must be a mapping of settings")
     return loaded

@@ -12,6 +12,19 @@ from scalerun.logging.records import Record, update_of
 RUN_HASH_FILE = "aim_run_hash"
 
 
+def import_aim() -> Any:
+    """The library.
+
+    Raises:
+        ConfigError: the ``aim`` package is not installed.
+    """
+    try:
+        import aim
+    except ImportError as error:
+        raise ConfigError("--aim-repo needs the aim package: pip install scalerun[aim]") from error
+    return aim
+
+
 class AimSink(BaseSink):
     """One Aim run for one run folder; its hash lies there, so that a restart continues it.
 
@@ -23,12 +36,7 @@ class AimSink(BaseSink):
     """
 
     def __init__(self, repo: str, *, save_dir: Path, run_config: dict[str, Any]) -> None:
-        try:
-            import aim
-        except ImportError as error:
-            raise ConfigError(
-                "--aim-repo needs the aim package: pip install scalerun[aim]"
-            ) from error
+        aim = import_aim()
         hash_file = save_dir / RUN_HASH_FILE
         try:
             save_dir.mkdir(parents=True, exist_ok=True)

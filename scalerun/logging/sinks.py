@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -11,13 +12,13 @@ from typing import Any
 
 from scalerun.dataclass.configs import CommonConfig
 from scalerun.dataclass.errors import UserError
-from scalerun.logging.aim_sink import AimSink
+from scalerun.logging.aim_sink import AimSink, import_aim
 from scalerun.logging.base_sink import BaseSink
 from scalerun.logging.console import JsonSink, TextSink, resolve_log_format
 from scalerun.logging.progress_bar import TimeLeft, TqdmSink
 from scalerun.logging.records import Record, encode_record, parse_record
-from scalerun.logging.tensorboard_sink import TensorBoardSink
-from scalerun.logging.wandb_sink import WandbSink
+from scalerun.logging.tensorboard_sink import TensorBoardSink, import_tensorboard, make_logdir
+from scalerun.logging.wandb_sink import WandbSink, import_wandb
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -26,7 +27,7 @@ class JsonlSink(BaseSink):
     """Appends each record to a file as one line of JSON, with one write call.
 
     A line that a kill cut short is removed when the file is opened; a whole record that lacks only
-    its line feed gets one.
+    its line feed gets one. A file that somebody deletes is made again.
 
     Raises:
         UserError: the file cannot be opened or written, for instance on a full disk.
@@ -36,14 +37,16 @@ class JsonlSink(BaseSink):
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
-            self._heal()
+            self._open()
         except OSError as error:
             raise self._failure(error) from error
 
     def write(self, record: Record) -> None:
         line = (encode_record(record) + "\n").encode()
         try:
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                self._file.close()
+                self._open()
             written = self._file.write(line)
         except OSError as error:
             raise self._failure(error) from error
@@ -52,6 +55,10 @@ class JsonlSink(BaseSink):
 
     def close(self) -> None:
         self._file.close()
+
+    def _open(self) -> None:
+        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
+        self._heal()
 
     def _heal(self) -> None:
         size = self._file.seek(0, io.SEEK_END)
@@ -71,6 +78,8 @@ class JsonlSink(BaseSink):
             self._file.truncate(size - len(torn))
 
     def _failure(self, error: OSError) -> UserError:
+        if not self.path.parent.exists():
+            return UserError(f"{self.path.parent} is gone: it was deleted or moved during the run")
         return UserError(f"{self.path} cannot be written: {error.strerror}")
 
 
@@ -98,6 +107,22 @@ class SinkGroup(BaseSink):
         with ExitStack() as stack:
             for sink in sinks:
                 stack.callback(sink.close)
+
+
+def check_trackers(cfg: CommonConfig) -> None:
+    """Import what the trackers need, which start much later.
+
+    Raises:
+        ConfigError: a tracker's package is not installed; the message says what to install.
+        UserError: the folder of ``--tensorboard-logdir`` cannot be made.
+    """
+    if cfg.tensorboard_logdir is not None:
+        import_tensorboard()
+        make_logdir(Path(cfg.tensorboard_logdir))
+    if cfg.wandb_project is not None:
+        import_wandb()
+    if cfg.aim_repo is not None:
+        import_aim()
 
 
 def build_sinks(

@@ -10,6 +10,35 @@ from scalerun.logging.base_sink import BaseSink
 from scalerun.logging.records import Record, update_of
 
 
+def import_tensorboard() -> Any:
+    """The class that writes event files.
+
+    Raises:
+        ConfigError: the ``tensorboard`` package is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "--tensorboard-logdir needs the tensorboard package: pip install scalerun[tensorboard]"
+        ) from error
+    return SummaryWriter
+
+
+def make_logdir(logdir: Path) -> None:
+    """Make the folder of event files.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        logdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--tensorboard-logdir {logdir} cannot be written: {error.strerror}"
+        ) from error
+
+
 def scalars_of(record: Record) -> dict[str, float]:
     """The numbers of a record that can be drawn against updates, named ``<set>/<name>``.
 
@@ -37,21 +66,9 @@ class TensorBoardSink(BaseSink):
     """
 
     def __init__(self, logdir: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "--tensorboard-logdir needs the tensorboard package: "
-                "pip install scalerun[tensorboard]"
-            ) from error
-        try:
-            logdir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"--tensorboard-logdir {logdir} cannot be written: {error.strerror}"
-            ) from error
+        self._make_writer = import_tensorboard()
+        make_logdir(logdir)
         self.logdir = logdir
-        self._make_writer = SummaryWriter
         self._writer: Any = None
 
     def write(self, record: Record) -> None:

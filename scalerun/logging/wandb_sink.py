@@ -13,6 +13,21 @@ from scalerun.logging.tensorboard_sink import scalars_of
 RUN_ID_FILE = "wandb_run_id"
 
 
+def import_wandb() -> Any:
+    """The library.
+
+    Raises:
+        ConfigError: the ``wandb`` package is not installed.
+    """
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            "--wandb-project needs the wandb package: pip install scalerun[wandb]"
+        ) from error
+    return wandb
+
+
 class WandbSink(BaseSink):
     """One W&B run for one run folder; its id lies there, so that a restart continues it.
 
@@ -24,12 +39,7 @@ class WandbSink(BaseSink):
     """
 
     def __init__(self, project: str, *, save_dir: Path, run_config: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                "--wandb-project needs the wandb package: pip install scalerun[wandb]"
-            ) from error
+        wandb = import_wandb()
         id_file = save_dir / RUN_ID_FILE
         try:
             save_dir.mkdir(parents=True, exist_ok=True)

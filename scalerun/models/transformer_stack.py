@@ -5,8 +5,6 @@ B batch, T new tokens, S keys (cached and new), D model width.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -36,6 +34,8 @@ class TransformerStack(nn.Module):
         self.final_norm = parts.final_norm()
         self.checkpoint_activations = parts.cfg.checkpoint_activations
         self._max_positions = parts.stack.max_positions
+        self.reads_bias = any(block.mixer.reads_bias for block in self.blocks())
+        """Whether any mixer reads ``context.bias_BHTS``."""
 
     def blocks(self) -> list[TransformerBlock]:
         """The blocks, in order."""
@@ -48,11 +48,6 @@ class TransformerStack(nn.Module):
     def max_positions(self) -> int | None:
         """The longest sequence (tokens) the stack is meant for."""
         return self._max_positions
-
-    @property
-    def reads_bias(self) -> bool:
-        """Whether any mixer reads ``context.bias_BHTS``."""
-        return any(block.mixer.reads_bias for block in self.blocks())
 
     def check_positions(self, positions_BT: Tensor | None, num_positions: int) -> None:
         """Refuse positions that the table of the embedding does not have.
@@ -80,7 +75,7 @@ class TransformerStack(nn.Module):
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
         for i, layer in enumerate(self.layers):
             if state is not None and state.layers:
-                context = replace(context, state=state.layers[i])
+                context = context.for_layer(state.layers[i])
             if recompute:
                 x_BTD, report = checkpoint(layer, x_BTD, context, use_reentrant=False)
             else:

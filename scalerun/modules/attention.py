@@ -106,7 +106,9 @@ class Attention(Mixer):
 
     def heads(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) as (B, H, T, K)."""
-        return x_BTD.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        batch, num_tokens, dim = x_BTD.shape
+        split = (batch, num_tokens, self.num_heads, dim // self.num_heads)
+        return x_BTD.view(split).transpose(1, 2)
 
     def mix(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, context: BlockContext) -> Tensor:
         """What each query reads of the keys so far, the new ones included: (B, H, T, K)."""

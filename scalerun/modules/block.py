@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor, nn
 
 from scalerun.modules.auxiliary import Auxiliary
@@ -48,12 +46,12 @@ class TransformerBlock(nn.Module):
         """The new stream (B, T, D), and what the per-token part reports (or None)."""
         state = context.state
         if isinstance(state, BlockState):
-            context = replace(context, state=state.mixer)
+            context = context.for_layer(state.mixer)
         y_BTD = self.mixer(self.mixer_residual.before(x_BTD, context), context)
         x_BTD = self.mixer_residual.after(x_BTD, y_BTD, context)
         if self.cross_mixer is not None and self.cross_residual is not None:
             if isinstance(state, BlockState):
-                context = replace(context, state=state.cross)
+                context = context.for_layer(state.cross)
             y_BTD = self.cross_mixer(self.cross_residual.before(x_BTD, context), context)
             x_BTD = self.cross_residual.after(x_BTD, y_BTD, context)
         y_BTD, report = self.ffn(self.ffn_residual.before(x_BTD, context), context)

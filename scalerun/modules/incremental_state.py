@@ -111,6 +111,7 @@ class IncrementalState:
         """Tokens (padding included) that every sequence has so far."""
         self.source: EncodedSource | None = None
         """What the decoder's cross-attention reads."""
+        self._index_1S: Tensor | None = None
         self._padding_BS: Tensor | None = None
         self._positions_BS: Tensor | None = None
 
@@ -140,8 +141,9 @@ class IncrementalState:
         """
         start, end = self.length, self.length + num_tokens
         if padding_BT is None and self._padding_BS is None:
-            keys = torch.arange(end, device=device).unsqueeze(0)
-            return keys[:, start:], keys, None
+            if self._index_1S is None:
+                self._index_1S = torch.arange(self.max_length, device=device).unsqueeze(0)
+            return self._index_1S[:, start:end], self._index_1S[:, :end], None
         if self._padding_BS is None or self._positions_BS is None:
             shape = (self.batch_size, self.max_length)
             self._padding_BS = torch.zeros(shape, dtype=torch.bool, device=device)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from scalerun.data.collate import Collater
-from scalerun.data.layout import find_sets, find_split
+from scalerun.data.layout import TRAIN, VALID, Split, data_folder, find_sets, find_split
 from scalerun.data.mixture_dataset import Mixture
+from scalerun.data.part import Part, check_valid_fraction
 from scalerun.data.quarantine import QuarantineFile
 from scalerun.data.streaming_dataset import Recipe, StreamingTextDataset
 from scalerun.data.token_block_dataset import BREAK_MODES, Packing
@@ -55,6 +56,9 @@ class StreamingLanguageModelingConfig(ScalerunDataclass):
     multicorpus_sampling_alpha: float = option(
         1.0, "share of corpus i in documents is (n_i / sum n)^alpha; 1 reads each document once"
     )
+    valid_fraction: float = option(
+        0.0, "share of the training documents to hold out as the set valid; 0 for none"
+    )
     bad_records: str = option(
         "stop",
         "stop at a record that cannot be read, or skip it and list it in quarantine.jsonl",
@@ -69,6 +73,7 @@ class StreamingLanguageModelingConfig(ScalerunDataclass):
             raise ConfigError("the data folder is missing: give it as the first argument")
         if self.tokens_per_sample < 1:
             raise ConfigError(f"--tokens-per-sample is {self.tokens_per_sample}; give 1 or more")
+        check_valid_fraction(self.valid_fraction)
         self.mixture()
 
     def mixture(self) -> Mixture:
@@ -135,13 +140,17 @@ class StreamingLanguageModelingTask(BaseTask):
 
     def read_dataset(self, split: str, *, training: bool) -> StreamingTextDataset:
         cfg = self.cfg
+        if training:
+            self._check_division(split)
+        files, part = self._text_of(split)
         dataset = StreamingTextDataset(
-            find_split(cfg.data, split),
+            files,
             TokenCache(
                 self.cache_dir,
                 self.tokenizer,
                 skip_bad_records=cfg.bad_records == "skip",
                 num_threads=usable_cpus(),
+                part=part,
             ),
             recipe=Recipe(
                 packing=Packing(
@@ -162,7 +171,26 @@ class StreamingLanguageModelingTask(BaseTask):
         return dataset
 
     def valid_subsets(self, names: Sequence[str]) -> list[str]:
-        return find_sets(self.cfg.data, names)
+        return find_sets(self.cfg.data, names, held_out=self._is_divided())
+
+    def _is_divided(self) -> bool:
+        """Whether the set ``valid`` is a part of the training text."""
+        return self.cfg.valid_fraction > 0 and not (data_folder(self.cfg.data) / VALID).exists()
+
+    def _check_division(self, train_subset: str) -> None:
+        """Refuse to train where ``--valid-fraction`` would hold out something else, or nothing."""
+        flag = f"--valid-fraction {self.cfg.valid_fraction:g} divides the training text"
+        if self.cfg.valid_fraction > 0 and not self._is_divided():
+            raise ConfigError(f"{flag}, but {self.cfg.data} has a folder valid; leave the flag out")
+        if self._is_divided() and train_subset != TRAIN:
+            raise ConfigError(f"{flag} of --train-subset train, not {train_subset}; leave one out")
+
+    def _text_of(self, split: str) -> tuple[Split, Part | None]:
+        """The files of a split, and which of their documents belong to it."""
+        if split not in (TRAIN, VALID) or not self._is_divided():
+            return find_split(self.cfg.data, split), None
+        files = replace(find_split(self.cfg.data, TRAIN), name=split)
+        return files, Part(self.cfg.valid_fraction, held_out=split == VALID)
 
     @classmethod
     def with_assets(
