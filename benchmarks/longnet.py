@@ -30,6 +30,8 @@ SEGMENTS = (512, 2048, 8192, 32768)
 RATIOS = (1, 4, 16, 64)
 MORE_SEGMENTS, MORE_RATIOS = (131072,), (256,)
 """For sequences longer than four of the longest segment above."""
+KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""glibc otherwise hands back every tensor above 32 MB, and the system clears it anew."""
 
 
 def make_model(kind: str, length: int, *, recompute: bool) -> BaseModel:
@@ -128,6 +130,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--train-once", type=int, default=0, metavar="TOKENS")
+    parser.add_argument("--return-freed", action="store_true", help="glibc's own defaults")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", nargs=3, metavar=("KIND", "TOKENS", "STEPS"), help="internal")
     options = parser.parse_args()
@@ -141,6 +144,9 @@ def main() -> None:
     jobs = [(kind, int(n), 5) for n in options.lengths.split(",") if n for kind in kinds]
     if options.train_once:
         jobs = [(kind, options.train_once, 0) for kind in kinds]
+    environment = quiet_environment(options.threads)
+    if not options.return_freed:
+        environment |= KEEP_FREED
     rows = []
     for number in range(options.rounds):
         for kind, length, steps in jobs:
@@ -151,7 +157,7 @@ def main() -> None:
                 steps = 1
             words = ["--threads", str(options.threads), "--one", kind, str(length), str(steps)]
             command = [sys.executable, "-m", "benchmarks.longnet", *words]
-            result = json.loads(run(command, quiet_environment(options.threads)).output)
+            result = json.loads(run(command, environment).output)
             result["load"] = os.getloadavg()[0]
             rows.append(result)
             print(json.dumps(result), file=sys.stderr, flush=True)
