@@ -12,6 +12,9 @@ from scalerun.dataclass.errors import ConfigError
 from scalerun.models.transformer_config import TransformerConfig
 from scalerun.models.transformer_decoder import TransformerDecoder
 
+FOUR_HEADS = {"decoder_attention_heads": 4}
+DILATED = {"segment_length": [8, 16], "dilated_ratio": [1, 4]}
+
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"decoder_attention_heads": 3}, "--decoder-embed-dim 16 is not a multiple of"),
     ({"deepnorm": True, "subln": True}, "--deepnorm and --subln exclude each other"),
@@ -35,6 +38,18 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"decoder_embed_dim": 2}, "sinusoidal positions need an even"),
     ({"subln": True, "init": "megatron"}, "--init megatron .* contradicts --subln"),
     ({"deepnorm": True, "init": "megatron"}, "--init megatron .* contradicts --deepnorm"),
+    ({"segment_length": [4], "dilated_ratio": [1, 2]}, "give as many numbers in both"),
+    ({"segment_length": [4]}, r"--segment-length \[4\] and --dilated-ratio \[\] need each other"),
+    ({"dilated_ratio": [4]}, "need each other"),
+    (
+        {"segment_length": [6], "dilated_ratio": [4]},
+        "has 6, which is not a multiple of",
+    ),
+    ({"segment_length": [6], "dilated_ratio": [0]}, "--dilated-ratio has 0; give numbers from 1"),
+    ({"segment_length": [-4], "dilated_ratio": [2]}, "--segment-length has -4"),
+    ({**DILATED, "rel_pos_buckets": 8, "max_rel_pos": 9}, "give --rotary or --xpos-rel-pos"),
+    ({"dilated_head_offset": "mod"}, "--dilated-head-offset has no effect"),
+    ({"dilated_merge_gradient": "exact"}, "--dilated-merge-gradient has no effect"),
     ({"megatron_init_sigma": 0.02}, "--megatron-init-sigma has no effect"),
     ({"moe_freq": 1, "moe_expert_count": 4, "glu": True}, "--glu has no effect with --moe-freq 1"),
     ({"keep_norm_placement": True}, "--keep-norm-placement has no effect"),
@@ -116,6 +131,10 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "xpos_scale_base": ({"xpos_rel_pos": True}, 16),
     "rel_pos_buckets": ({"rel_pos_buckets": 8, "max_rel_pos": 20}, 16),
     "max_rel_pos": ({"rel_pos_buckets": 8, "max_rel_pos": 20}, 6),
+    "segment_length": (DILATED, [4, 16]),
+    "dilated_ratio": (DILATED, [1, 2]),
+    "dilated_head_offset": ({**DILATED, "dilated_ratio": [1, 2], **FOUR_HEADS}, "mod"),
+    "dilated_merge_gradient": (DILATED, "exact"),
     "deepnorm": ({}, True),
     "subln": ({}, True),
     "init": ({}, "torchscale"),

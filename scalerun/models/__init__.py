@@ -2,6 +2,7 @@
 
 from scalerun.models import (
     beit3,
+    longnet,
     retnet,
     transformer_encoder,
     transformer_lm,
@@ -27,6 +28,7 @@ __all__ = [
     "DecoderOutput",
     "beit3",
     "build_model",
+    "longnet",
     "register_model",
     "register_model_architecture",
     "retnet",

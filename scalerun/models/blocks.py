@@ -16,6 +16,7 @@ from scalerun.models.init_schemes import ModelInit
 from scalerun.models.stack import Stack
 from scalerun.modules.attention import Attention, CrossAttention
 from scalerun.modules.block import TransformerBlock
+from scalerun.modules.dilated_attention import DilatedAttention
 from scalerun.modules.drop_path import drop_path_rate_of_layer
 from scalerun.modules.embedding import InputEmbedding, TokenEmbedding
 from scalerun.modules.feed_forward import GLU, Activation, FeedForward, PerToken
@@ -255,6 +256,17 @@ class TransformerParts(StackParts):
                     self.stack.dim,
                     self.stack.num_heads,
                     init=self.weights.attention,
+                    dropout=self.cfg.attention_dropout,
+                    inner_norm=self.norm(self.stack.dim) if self.axes.inner_norm else None,
+                    multiway=self.stack.multiway,
+                )
+            case "dilated_attention":
+                return DilatedAttention(
+                    self.stack.dim,
+                    self.stack.num_heads,
+                    init=self.weights.attention,
+                    dilation=self.cfg.dilation(zero_keys=self.stack.zero_keys),
+                    merge_gradient=self.cfg.dilated_merge_gradient,
                     dropout=self.cfg.attention_dropout,
                     inner_norm=self.norm(self.stack.dim) if self.axes.inner_norm else None,
                     multiway=self.stack.multiway,

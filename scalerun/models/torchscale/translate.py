@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scalerun.dataclass.errors import ConfigError
+from scalerun.dataclass.literals import SettingType
 from scalerun.models.torchscale.configs import (
     AttentionFields,
     DecoderConfig,
@@ -32,6 +33,8 @@ SHARED = (
     "checkpoint_activations",
     "xpos_rel_pos",
     "xpos_scale_base",
+    "segment_length",
+    "dilated_ratio",
 )
 ENCODER = (
     "encoder_embed_dim",
@@ -50,6 +53,7 @@ DECODER = (
     "max_target_positions",
 )
 """Fields that mean the same here."""
+LISTS = ("segment_length", "dilated_ratio")
 KEPT = {"keep_norm_placement": True}
 
 
@@ -69,6 +73,7 @@ def encoder_config(
         **(_copied(given, SHARED + ENCODER) | positions),
         **_options(given),
         **_placed_norms(given, ("encoder",), version),
+        **_zero_keys(given, version),
         multiway=given.multiway,
         share_encoder_input_output_embed=given.share_encoder_input_output_embed,
         no_output_layer=given.no_output_layer,
@@ -103,6 +108,7 @@ def encoder_decoder_config(
         **(_copied(given, SHARED + ENCODER + DECODER) | positions),
         **_options(given),
         **_placed_norms(given, ("encoder", "decoder"), version),
+        **_zero_keys(given, version),
         share_all_embeddings=given.share_all_embeddings,
     )
     cfg.validate()
@@ -126,14 +132,29 @@ def _placed_norms(given: AttentionFields, sides: tuple[str, ...], version: str) 
     return {f"{side}_normalize_before": before for side, before in asked.items()}
 
 
+def _zero_keys(given: AttentionFields, version: str) -> dict[str, Any]:
+    """``main``, the version with LongNet, counts what fills up an encoder's last segment."""
+    return {"encoder_zero_keys": version == "main" and bool(given.segment_length)}
+
+
 def _copied(given: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: getattr(given, name) for name in names}
+    copied = {name: getattr(given, name) for name in names}
+    return copied | {name: _numbers(name, copied[name]) for name in LISTS}
+
+
+def _numbers(name: str, value: str | list[int] | None) -> list[int]:
+    """A list that TorchScale may have as text."""
+    if not isinstance(value, str):
+        return list(value or ())
+    try:
+        numbers: list[int] = SettingType(int, list).parse(value)
+    except ValueError as error:
+        raise ConfigError(f"TorchScale's {name} is {value!r}: {error}") from None
+    return numbers
 
 
 def _options(given: AttentionFields) -> dict[str, Any]:
     """Settings whose name or form differs, and refusal of what there is no form for."""
-    if given.segment_length or given.dilated_ratio:
-        raise ConfigError("TorchScale's segment_length is not plain attention")
     if given.seq_parallel:
         raise ConfigError("TorchScale's seq_parallel belongs to the trainer; leave it out")
     return {"init": "bert" if given.bert_init else "torchscale", **moe_settings(given)}
