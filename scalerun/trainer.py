@@ -182,6 +182,7 @@ class Trainer:
     def updates(self) -> Iterator[list[Batch]]:
         """The batches of one update after the other, until something ends the run."""
         stream = self.loader.updates()
+        first = self.num_updates
         self.throughput.start()
         while (reason := self.end_reason()) is None:
             self.skip_batches()
@@ -197,25 +198,43 @@ class Trainer:
                     self.save(final=True)
                 raise
             if batches is None:
-                reason = f"{self.cfg.optimization.max_epoch} epochs are done"
+                last = self.cfg.optimization.max_epoch
+                reason = f"the end of epoch {last} is reached; raise --max-epoch to go on"
                 break
             yield batches
-        logger.info("training ends: %s", reason)
+        idle = self.num_updates == first and self.stop_signal.signum is None
+        logger.info("%s: %s", "nothing to do" if idle else "training ends", reason)
 
     def end_reason(self) -> str | None:
-        """Why the run is over, or None while it is not."""
+        """Why the run is over and what prolongs it, or None while it is not."""
         opt, progress = self.cfg.optimization, self.progress
         if self.stop_signal.signum is not None:
             return "a signal asked for it"
         if opt.max_update and self.num_updates >= opt.max_update:
-            return f"{self.num_updates} updates are done"
+            return f"{self.num_updates} updates are done; raise --max-update to go on"
         if opt.stop_time_hours and self.throughput.train_wall >= opt.stop_time_hours * 3600:
-            return f"--stop-time-hours {opt.stop_time_hours:g} is over"
+            return self.time_is_up()
         if opt.patience > 0 and progress.validations_without_gain >= opt.patience:
-            return f"{opt.patience} validations without a better {self.metric_name()}"
+            return (
+                f"{opt.patience} validations without a better {self.metric_name()}; raise "
+                "--patience to go on"
+            )
         if self.num_updates and self.optimizer.get_lr() <= opt.stop_min_lr:
             return f"the learning rate is at or below --stop-min-lr {opt.stop_min_lr:g}"
         return None
+
+    def time_is_up(self) -> str:
+        """The reason that ``--stop-time-hours`` gives, with what the model misses by it."""
+        opt = self.cfg.optimization
+        reason = (
+            f"stopped by --stop-time-hours {opt.stop_time_hours:g} at update {self.num_updates}"
+        )
+        if opt.max_update:
+            reason += f" of {opt.max_update}"
+            lr, last = self.optimizer.get_lr(), self.lr_scheduler.lr_at(opt.max_update)
+            if last < lr:
+                reason += f", before the learning rate came down from {lr:.3g} to {last:.3g}"
+        return f"{reason}; raise --stop-time-hours to go on"
 
     def skip_batches(self) -> None:
         """Throw away the data of ``--skip-batches`` ranges that begin with the next update."""
