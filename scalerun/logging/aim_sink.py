@@ -26,9 +26,7 @@ class AimSink(BaseSink):
         try:
             import aim
         except ImportError as error:
-            raise ConfigError(
-                "--aim-repo needs the aim package: pip install scalerun[aim]"
-            ) from error
+            raise ConfigError("--aim-repo needs the aim package: pip install aim") from error
         hash_file = save_dir / RUN_HASH_FILE
         try:
             save_dir.mkdir(parents=True, exist_ok=True)

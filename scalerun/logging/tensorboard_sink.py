@@ -41,8 +41,7 @@ class TensorBoardSink(BaseSink):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                "--tensorboard-logdir needs the tensorboard package: "
-                "pip install scalerun[tensorboard]"
+                "--tensorboard-logdir needs the tensorboard package: pip install tensorboard"
             ) from error
         try:
             logdir.mkdir(parents=True, exist_ok=True)

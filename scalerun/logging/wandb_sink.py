@@ -28,7 +28,7 @@ class WandbSink(BaseSink):
             import wandb
         except ImportError as error:
             raise ConfigError(
-                "--wandb-project needs the wandb package: pip install scalerun[wandb]"
+                "--wandb-project needs the wandb package: pip install wandb"
             ) from error
         id_file = save_dir / RUN_ID_FILE
         try:
