@@ -33,7 +33,8 @@ from scalerun.optim.base_optimizer import build_optimizer
 from scalerun.optim.lr_scheduler.base_lr_scheduler import build_lr_scheduler
 from scalerun.plugins import load_plugins
 from scalerun.tasks.base_task import BaseTask
-from scalerun.trainer import Trainer, TrainerParts
+from scalerun.trainer import Trainer
+from scalerun.trainer_parts import TrainerParts
 
 NOTES = "Trainer.train_step of transformer_lm (pre-LN, gelu, learned positions, tied embeddings)"
 SEED = 1
