@@ -51,6 +51,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"dilated_head_offset": "mod"}, "--dilated-head-offset has no effect"),
     ({"dilated_merge_gradient": "exact"}, "--dilated-merge-gradient has no effect"),
     ({"megatron_init_sigma": 0.02}, "--megatron-init-sigma has no effect"),
+    ({"moe_freq": 1, "moe_expert_count": 4, "glu": True}, "--glu has no effect with --moe-freq 1"),
     ({"keep_norm_placement": True}, "--keep-norm-placement has no effect"),
     ({"sinusoidal_pos": True, "decoder_learned_pos": True}, "--sinusoidal-pos and --decoder-lear"),
     ({"sinusoidal_pos": True, "no_token_positional_embeddings": True}, "--sinusoidal-pos and --no"),
@@ -101,6 +102,7 @@ def test_deepnorm_is_post_norm_and_everything_else_pre_norm(
     assert make_config(decoder_normalize_before=False).axes().residual == "post_norm"
 
 
+MOE = {"moe_freq": 2, "moe_expert_count": 4}
 EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "decoder_embed_dim": ({}, 20),
     "decoder_attention_heads": ({}, 4),
@@ -138,11 +140,23 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "init": ({}, "torchscale"),
     "megatron_init_sigma": ({"init": "megatron"}, 0.1),
     "checkpoint_activations": ({}, True),
+    "moe_freq": (MOE, 1),
+    "moe_expert_count": (MOE, 3),
+    "moe_top1_expert": (MOE, True),
+    "moe_gate": (MOE, "xmoe"),
+    "use_xmoe": ({**MOE, "moe_gate": "xmoe"}, True),
+    "moe_gating_use_fp32": (MOE, False),
+    "moe_second_expert_policy": (MOE, "all"),
+    "moe_normalize_gate_prob_before_dropping": (MOE, True),
+    "moe_eval_capacity_token_fraction": (MOE, 0.25),
+    "moe_deterministic_eval": (MOE, False),
+    "moe_mask_padding": (MOE, False),
 }
 
 
-def behaviour(model: TransformerDecoder) -> tuple[Tensor, int | None, int]:
-    """Logits in training, the longest sequence, and how many tensors the backward pass keeps."""
+def behaviour(model: TransformerDecoder) -> tuple[list[Tensor], int | None, int]:
+    """Logits in training and, of padded samples in bfloat16, in evaluation; the longest sequence;
+    how many tensors the backward pass keeps."""
     kept = 0
 
     def count(tensor: Tensor) -> Tensor:
@@ -153,7 +167,11 @@ def behaviour(model: TransformerDecoder) -> tuple[Tensor, int | None, int]:
     torch.manual_seed(3)
     tokens = torch.arange(32)[None] % 19
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        logits = model(tokens).logits
+        logits = [model(tokens).logits]
+    model.eval()
+    padding = torch.arange(32)[None] < 20
+    with torch.autocast("cpu", torch.bfloat16):
+        logits.append(model(tokens, padding_mask_BT=padding).logits)
     return logits, model.max_positions(), kept
 
 
@@ -162,5 +180,5 @@ def test_every_flag_has_an_effect(name: str, make_model: Callable[..., Transform
     base, value = EFFECTS[name]
     before, longest, kept = behaviour(make_model(**base))
     after, longest_after, kept_after = behaviour(make_model(**{**base, name: value}))
-    same = torch.equal(before, after) and longest == longest_after
+    same = all(map(torch.equal, before, after)) and longest == longest_after
     assert not same or kept_after < kept

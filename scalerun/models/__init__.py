@@ -3,10 +3,12 @@
 from scalerun.models import (
     beit3,
     longnet,
+    retnet,
     transformer_encoder,
     transformer_lm,
     transformer_mlm,
     transformer_mt,
+    xmoe,
 )
 from scalerun.models.base_decoder import BaseDecoder, DecoderOutput
 from scalerun.models.base_model import (
@@ -29,8 +31,10 @@ __all__ = [
     "longnet",
     "register_model",
     "register_model_architecture",
+    "retnet",
     "transformer_encoder",
     "transformer_lm",
     "transformer_mlm",
     "transformer_mt",
+    "xmoe",
 ]

@@ -50,6 +50,7 @@ class AttentionConfig(BlockConfig, DilationConfig):
                 raise ConfigError(f"{flag} is {value}; give {low} or more")
         self.check_dilation()
         self.check_sizes()
+        self.check_moe(self.stacks())
         for stack in self.stacks():
             for contradicts, message in ATTENTION_CONTRADICTIONS:
                 if contradicts(self, stack):
@@ -138,11 +139,12 @@ ATTENTION_CONTRADICTIONS: tuple[tuple[Callable[[AttentionConfig, Stack], bool], 
     ),
     (
         lambda cfg, stack: cfg.rotary and cfg.xpos_rel_pos,
-        "--rotary and --xpos-rel-pos exclude each other (XPos rotates too); give one of them",
+        "--rotary and --xpos-rel-pos exclude each other (XPos rotates too); add --no-rotary or "
+        "--no-xpos-rel-pos",
     ),
     (
         lambda cfg, stack: cfg.rotary and cfg.rel_pos_buckets > 0,
-        "--rotary and --rel-pos-buckets exclude each other; give one of them",
+        "--rotary and --rel-pos-buckets exclude each other; add --no-rotary or remove the buckets",
     ),
     (
         lambda cfg, stack: cfg.xpos_rel_pos and cfg.rel_pos_buckets > 0,
@@ -199,6 +201,10 @@ ATTENTION_CONTRADICTIONS: tuple[tuple[Callable[[AttentionConfig, Stack], bool], 
         ),
         "--{stack.side}-learned-pos and --no-token-positional-embeddings exclude each other; "
         "give one of them",
+    ),
+    (
+        lambda cfg, stack: cfg.glu and cfg.moe_freq == 1,
+        "--glu has no effect with --moe-freq 1, since experts are not gated; remove one of them",
     ),
     (
         lambda cfg, stack: (

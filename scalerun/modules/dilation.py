@@ -133,19 +133,21 @@ class Segments:
         self.bias_bH1M: Tensor | None = None
 
     def take(self, x_BTHK: Tensor) -> Tensor:
-        """(B * N, H, M, K)"""
+        """The tokens that each head keeps: (B * N, H, M, K)."""
         rows = self.rows(self.window(x_BTHK))
         if self.ratio > 1:
             rows = rows.index_select(3, self.choice)
         return rows.flatten(0, 1).transpose(1, 2)
 
     def put(self, x_BTHK: Tensor, part_bHMK: Tensor) -> None:
+        """Write a part into the places that :meth:`take` reads."""
         window = self.window(x_BTHK)
         self.rows(window).index_copy_(3, self.choice, self.unflatten(part_bHMK, x_BTHK))
         if self.missing:
             x_BTHK[:, self.start : self.end] = window[:, : -self.missing]
 
     def add(self, x_BTHK: Tensor, part_bHMK: Tensor) -> None:
+        """Add a part to the places that :meth:`take` reads."""
         window = self.window(x_BTHK)
         part = self.unflatten(part_bHMK, x_BTHK)
         if self.ratio > 1:
@@ -156,6 +158,7 @@ class Segments:
             x_BTHK[:, self.start : self.end] = window[:, : -self.missing]
 
     def whole(self, part_bHMK: Tensor) -> Tensor | None:
+        """The part as (B, T, H, K) where it has every token of the sequence; None elsewhere."""
         if self.ratio > 1 or self.missing or self.start or self.end < self.num_tokens:
             return None
         part = part_bHMK.transpose(1, 2)
@@ -198,4 +201,5 @@ class Segments:
         self.bias_bH1M = bias.masked_fill(hidden_BNHM, -math.inf).flatten(0, 1).unsqueeze(2)
 
     def options(self, dropout: float) -> Options:
+        """How the kept tokens of a segment attend to each other."""
         return Options(self.bias_bH1M, self.causal, dropout)

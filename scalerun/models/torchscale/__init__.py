@@ -7,6 +7,7 @@ from scalerun.models.torchscale.configs import (
     EncoderDecoderConfig,
 )
 from scalerun.models.torchscale.loader import load_decoder, load_encoder, load_encoder_decoder
+from scalerun.models.torchscale.retnet import RetNet, RetNetConfig, load_retnet
 
 __all__ = [
     "Decoder",
@@ -15,7 +16,10 @@ __all__ = [
     "EncoderConfig",
     "EncoderDecoder",
     "EncoderDecoderConfig",
+    "RetNet",
+    "RetNetConfig",
     "load_decoder",
     "load_encoder",
     "load_encoder_decoder",
+    "load_retnet",
 ]

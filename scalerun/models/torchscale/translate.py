@@ -12,6 +12,7 @@ from scalerun.models.torchscale.configs import (
     EncoderConfig,
     EncoderDecoderConfig,
 )
+from scalerun.models.torchscale.moe import moe_settings
 from scalerun.models.transformer_config import TransformerConfig
 from scalerun.models.transformer_encoder import TransformerEncoderConfig
 from scalerun.models.transformer_mt import TransformerMTConfig
@@ -154,8 +155,6 @@ def _numbers(name: str, value: str | list[int] | None) -> list[int]:
 
 def _options(given: AttentionFields) -> dict[str, Any]:
     """Settings whose name or form differs, and refusal of what there is no form for."""
-    if given.moe_freq:
-        raise ConfigError(f"TorchScale's moe_freq={given.moe_freq} is not a dense model")
     if given.seq_parallel:
         raise ConfigError("TorchScale's seq_parallel belongs to the trainer; leave it out")
-    return {"init": "bert" if given.bert_init else "torchscale"}
+    return {"init": "bert" if given.bert_init else "torchscale", **moe_settings(given)}
