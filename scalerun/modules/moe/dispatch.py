@@ -60,18 +60,12 @@ class Dispatch:
 
     def spread(self, values_EF: Tensor) -> Tensor:
         """(R, F): each row's expert's values."""
-        if self.places is not None:
-            return values_EF.unsqueeze(1).expand(-1, self.places, -1).flatten(0, 1)
         rows: Tensor = _Spread.apply(values_EF, self)
         return rows
 
     def add(self, y_RF: Tensor, values_EF: Tensor) -> Tensor:
         """``y_RF`` itself, with each row's expert's values added."""
-        values_EF = values_EF.to(y_RF.dtype)
-        if self.places is not None:
-            y_ECF = y_RF.view(len(values_EF), self.places, -1)
-            return y_ECF.add_(values_EF.unsqueeze(1)).flatten(0, 1)
-        total: Tensor = _Add.apply(y_RF, values_EF, self)
+        total: Tensor = _Add.apply(y_RF, values_EF.to(y_RF.dtype), self)
         return total
 
     def multiply(self, x_RF: Tensor, weight_EGF: Tensor) -> Tensor:
@@ -229,6 +223,9 @@ class _Add(torch.autograd.Function):
     def forward(ctx: Any, y_RF: Tensor, values_EF: Tensor, dispatch: Dispatch) -> Tensor:
         ctx.dispatch = dispatch
         ctx.mark_dirty(y_RF)
+        if dispatch.places is not None:
+            y_RF.view(len(values_EF), dispatch.places, -1).add_(values_EF.unsqueeze(1))
+            return y_RF
         elements = BLOCK_ELEMENTS.get(y_RF.device.type, y_RF.numel())
         step = max(1, elements // y_RF.shape[1])
         for block_RF, experts_R in zip(
@@ -244,7 +241,9 @@ class _Add(torch.autograd.Function):
 
 
 def _sum_by_expert(rows_RF: Tensor, dispatch: Dispatch) -> Tensor:
-    """(E, F): each expert's rows added up, as a product with ones."""
+    """(E, F): each expert's rows added up; by a product with ones where their numbers differ."""
+    if dispatch.places is not None:
+        return rows_RF.reshape(-1, dispatch.places, rows_RF.shape[1]).sum(1)
     ones = rows_RF.new_ones(len(rows_RF), ALIGNMENT // rows_RF.dtype.itemsize)
     with torch.autocast(rows_RF.device.type, enabled=False):
         return F.grouped_mm(ones.t(), rows_RF.contiguous(), offs=dispatch.ends_E)[:, 0]
