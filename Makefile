@@ -3,12 +3,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PARITY := .parity
 RUN := projects/quickstart/$(if $(LONG),run_long,run)
 CONFIG := projects/quickstart/$(if $(LONG),long,config).yaml
 DATA := projects/quickstart/data
 FLAGS :=
 
-.PHONY: quickstart test test-long lint
+.PHONY: quickstart test test-long test-parity lint
 
 quickstart: $(VENV)/installed
 	$(BIN)/python -m scalerun.cli.train_tokenizer $(DATA) --vocab-size 1024 --model-type unigram --output projects/quickstart/cache/tokenizer.model
@@ -22,6 +23,10 @@ test: $(VENV)/tested
 
 test-long: $(VENV)/tested
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
+
+# Against the package torchscale, by itself in a folder: what it requires would replace torch.
+test-parity: $(PARITY)/torchscale
+	PYTHONPATH=$(PARITY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest cpu_tests/parity
 
 lint: $(VENV)/tested
 	$(BIN)/ruff check .
@@ -41,3 +46,7 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml
 $(VENV)/tested: $(VENV)/bin/python pyproject.toml
 	$(BIN)/pip install --quiet --editable '.[test]'
 	@touch $(VENV)/installed $@
+
+$(PARITY)/torchscale: $(VENV)/tested
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(PARITY) torchscale==0.3.0
+	@touch $@
