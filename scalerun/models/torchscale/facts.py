@@ -1,0 +1,119 @@
+"""What the keys and shapes of TorchScale's state dicts say about a model, and what they do not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scalerun.dataclass.errors import UserError
+
+State = Mapping[str, Tensor]
+SIDES = ("encoder", "decoder")
+EMBEDDING, OUTPUT = "embed_tokens.weight", "output_projection.weight"
+
+
+def stack_facts(side: str, state: State) -> dict[str, Any]:
+    """Fields of TorchScale's configuration that one stack's state dict decides.
+
+    Args:
+        side: ``encoder`` or ``decoder``.
+        state: keys without prefix.
+
+    Raises:
+        UserError: these are not the keys of a stack.
+    """
+    dim = _shape(state, r"layers\.0\.self_attn_layer_norm(\.A)?\.weight")[0]
+    buckets, xpos = relative_table(state), _first(state, r"layers\.\d+\.self_attn\.xpos\.scale")
+    facts: dict[str, Any] = {
+        f"{side}_embed_dim": dim,
+        f"{side}_layers": num_layers(state),
+        f"{side}_ffn_embed_dim": _shape(state, r"layers\.0\.ffn(\.A)?\.fc1\.weight")[0],
+        "subln": _first(state, r"layers\.\d+\.self_attn\.inner_attn_ln\..*") is not None,
+        "multiway": any(".A." in key for key in state),
+        "layernorm_embedding": _first(state, r"layernorm_embedding\..*") is not None,
+        "xpos_rel_pos": xpos is not None,
+        "rel_pos_buckets": 0 if buckets is None else buckets.shape[0],
+    }
+    if buckets is not None:
+        facts[f"{side}_attention_heads"] = buckets.shape[1]
+    elif xpos is not None:
+        facts[f"{side}_attention_heads"] = dim // (2 * state[xpos].numel())
+    return facts
+
+
+def stack_hints(side: str, state: State) -> dict[str, Any]:
+    """Fields whose value follows from the state dict unless the configuration says otherwise."""
+    final = has_final_norm(state)
+    hints: dict[str, Any] = {}
+    if side == "decoder" or final:
+        hints[f"{side}_normalize_before"] = final
+    if side == "encoder":
+        hints["normalize_output"] = final
+    output, tokens = state.get(OUTPUT), state.get(EMBEDDING)
+    if tokens is not None:
+        equal = output is not None and same(output, tokens)
+        tied = equal or (side == "decoder" and output is None)
+        hints[f"share_{side}_input_output_embed"] = tied
+    return hints
+
+
+def unsaid(side: str, state: State, facts: Mapping[str, Any]) -> list[str]:
+    """Fields that decide what a stack computes and leave no trace in its state dict."""
+    names = ["activation_fn", "layernorm_eps", "no_scale_embedding", "segment_length"]
+    if f"{side}_attention_heads" not in facts:
+        names.insert(0, f"{side}_attention_heads")
+    if not facts["subln"]:
+        names.append("deepnorm")
+        if side == "encoder" and not has_final_norm(state):
+            names.append("encoder_normalize_before")
+    if facts["xpos_rel_pos"]:
+        names.append("xpos_scale_base")
+    if facts["rel_pos_buckets"]:
+        names.append("max_rel_pos")
+    return names
+
+
+def has_final_norm(state: State) -> bool:
+    """Whether there is a norm after the last layer."""
+    return _first(state, r"layer_norm(\.A)?\.weight") is not None
+
+
+def relative_table(state: State) -> Tensor | None:
+    """(buckets, heads), the score biases by distance."""
+    name = r"(self_attn_)?relative_position\.relative_attention_bias\.weight"
+    key = _first(state, name)
+    return None if key is None else state[key]
+
+
+def num_layers(state: State) -> int:
+    """Layers of a stack.
+
+    Raises:
+        UserError: numbers are missing.
+    """
+    found = {int(match[1]) for key in state if (match := re.match(r"layers\.(\d+)\.", key))}
+    missing = sorted(set(range(max(found, default=0) + 1)) - found)
+    if missing:
+        raise UserError(f"the state dict has no keys of layers.{missing[0]}")
+    return len(found)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same numbers."""
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+def _first(state: State, pattern: str) -> str | None:
+    return next((key for key in state if re.fullmatch(pattern, key)), None)
+
+
+def _shape(state: State, pattern: str) -> torch.Size:
+    key = _first(state, pattern)
+    if key is None:
+        plain = pattern.replace(r"(\.A)?", "").replace("\\", "")
+        raise UserError(f"the state dict has no {plain}, so it is none of these models")
+    return state[key].shape
