@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from scalerun.dataclass.errors import ConfigError
+from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.models.base_model import (
     ARCH_REGISTRY,
     MODEL_REGISTRY,
+    Architecture,
     build_model,
     register_model,
     register_model_architecture,
@@ -132,3 +133,13 @@ def test_a_new_mixer_is_one_override(isolated: None) -> None:
     )
     assert isinstance(model, MeanLM)
     assert model(torch.zeros(1, 4, dtype=torch.long)).logits.isfinite().all()
+
+
+def test_a_checkpoint_older_than_a_setting_goes_on_with_its_default(
+    make_config: Callable[..., TransformerConfig],
+) -> None:
+    old = Architecture(make_config()).state_dict()
+    del old["settings"]["glu"]
+    Architecture(make_config()).load_state_dict(old)
+    with pytest.raises(UserError, match="--glu False, not True"):
+        Architecture(make_config(glu=True)).load_state_dict(old)

@@ -136,11 +136,12 @@ ATTENTION_CONTRADICTIONS: tuple[tuple[Callable[[AttentionConfig, Stack], bool], 
     ),
     (
         lambda cfg, stack: cfg.rotary and cfg.xpos_rel_pos,
-        "--rotary and --xpos-rel-pos exclude each other (XPos rotates too); give one of them",
+        "--rotary and --xpos-rel-pos exclude each other (XPos rotates too); add --no-rotary or "
+        "--no-xpos-rel-pos",
     ),
     (
         lambda cfg, stack: cfg.rotary and cfg.rel_pos_buckets > 0,
-        "--rotary and --rel-pos-buckets exclude each other; give one of them",
+        "--rotary and --rel-pos-buckets exclude each other; add --no-rotary or remove the buckets",
     ),
     (
         lambda cfg, stack: cfg.xpos_rel_pos and cfg.rel_pos_buckets > 0,

@@ -62,11 +62,9 @@ class Architecture:
     """
 
     def __init__(self, cfg: ScalerunDataclass) -> None:
-        self.settings = {
-            name: value
-            for name, value in cfg.to_dict().items()
-            if name != "_name" and name not in cfg.free_settings
-        }
+        self.settings = _fixed_settings(cfg)
+        self.defaults = _fixed_settings(type(cfg)())
+        """What a checkpoint has that is older than a setting."""
 
     def state_dict(self) -> dict[str, Any]:
         """The settings, as JSON values."""
@@ -80,12 +78,21 @@ class Architecture:
         """
         saved = state["settings"]
         for name in sorted(saved.keys() | self.settings.keys()):
-            before, now = saved.get(name), self.settings.get(name)
+            before = saved.get(name, self.defaults.get(name))
+            now = self.settings.get(name)
             if before != now:
                 raise UserError(
                     f"the checkpoint was trained with --{name.replace('_', '-')} {before}, not "
                     f"{now}; use the architecture that it was trained with"
                 )
+
+
+def _fixed_settings(cfg: ScalerunDataclass) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in cfg.to_dict().items()
+        if name != "_name" and name not in cfg.free_settings
+    }
 
 
 MODEL_REGISTRY: Registry[BaseModel] = Registry("--arch", BaseModel)  # type: ignore[type-abstract]
