@@ -73,7 +73,7 @@ def test_everything_that_is_missing_is_listed_at_once(decoder: Callable[..., Set
 
 def test_the_old_version_has_no_segments(decoder: Callable[..., Settled]) -> None:
     given = {key: value for key, value in DECODER.items() if key != "segment_length"}
-    assert decoder(given, version="0.3.0").version == "0.3.0"
+    assert decoder(given, version="0.3.0").versions == ("0.3.0",)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_final_norm_tells_the_versions_apart(
     """The constructors place the norms of a DeepNorm decoder in 0.3.0 only."""
     given = DECODER | {"deepnorm": True, "decoder_normalize_before": True}
     settled = decoder(given, state)
-    assert settled.version == fits
+    assert settled.versions == (fits,)
     assert settled.translation.cfg.decoder_stack().axes.residual == residual  # type: ignore[attr-defined]
     other = {"main": "0.3.0", "0.3.0": "main"}[fits]
     with pytest.raises(UserError, match=f"TorchScale {other} do not give"):

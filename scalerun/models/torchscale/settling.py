@@ -70,7 +70,8 @@ class Settled:
 
     translation: Translation
     config: AttentionFields
-    version: str
+    versions: tuple[str, ...]
+    """Of TorchScale, all of which give this model."""
 
 
 def settle(
@@ -107,8 +108,8 @@ def settle(
                 f"the weights have {name} {value}, but the configuration gives "
                 f"{getattr(config, name)}; correct it, or give the weights that belong to it"
             )
-    version = _version(found, kind, config, version, complete=complete)
-    return Settled(kind.translate(config, found.state, version=version), config, version)
+    versions = _versions(found, kind, config, version, complete=complete)
+    return Settled(kind.translate(config, found.state, version=versions[0]), config, versions)
 
 
 def _facts(found: Recognized) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -158,18 +159,18 @@ def _of_the_record(kind: Kind, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: v for name, v in given.items() if name in known and v is not None}
 
 
-def _version(
+def _versions(
     found: Recognized,
     kind: Kind,
     config: AttentionFields,
     version: str | None,
     *,
     complete: bool,
-) -> str:
-    """The version that fits the weights.
+) -> tuple[str, ...]:
+    """The versions that fit the weights.
 
     Raises:
-        UserError: none does, or several do and it matters.
+        UserError: none does, or two do and differ.
     """
     candidates = ["main", "0.3.0"] if version is None else [version]
     if complete:
@@ -195,7 +196,7 @@ def _version(
             "TorchScale main and 0.3.0 read this configuration differently, and the weights fit "
             "both; give --torchscale-version"
         )
-    return next(iter(fitting))
+    return tuple(fitting)
 
 
 def _yaml(value: Any) -> str:
