@@ -118,6 +118,8 @@ class Shell:
         if name == "train":
             self.num_updates += 2  # so that a command that resumes has something left to do
             small += ["--max-update", str(self.num_updates)]
+            if any(word.startswith("retnet") for word in words):
+                small[small.index("--decoder-attention-heads")] = "--decoder-retention-heads"
         command = self.launch(self.home, name, *words, *small, stdin=stdin)
         assert command.wait() == 0, f"{shlex.join([name, *words])}\n{command.stderr}"
         return command

@@ -23,6 +23,7 @@ from scalerun.models.torchscale import (
     load_decoder,
     load_encoder,
     load_encoder_decoder,
+    load_retnet,
 )
 from scalerun.models.torchscale.configs import OVERRIDDEN
 
@@ -32,10 +33,12 @@ from torchscale.architecture.config import (
     DecoderConfig,
     EncoderConfig,
     EncoderDecoderConfig,
+    RetNetConfig,
 )
 from torchscale.architecture.decoder import Decoder
 from torchscale.architecture.encoder import Encoder
 from torchscale.architecture.encoder_decoder import EncoderDecoder
+from torchscale.architecture.retnet import RetNetDecoder
 from torchscale.component.embedding import PositionalEmbedding, TextEmbedding
 from torchscale.component.multiway_network import MutliwayEmbedding
 from torchscale.model.BEiT3 import BEiT3
@@ -320,3 +323,28 @@ def test_beit3_agrees(case: Case, content: str, data: st.DataObject) -> None:
         seen = padding.new_zeros(BATCH, features.shape[1] - padding.shape[1])
         unimportant = torch.cat((seen, padding), dim=1)
     check(features, run, model, unimportant)
+
+
+@given(cases("decoder"), st.integers(1, 3), st.one_of(st.none(), st.integers(1, 9)), st.booleans())
+@settings(max_examples=30)
+@torch.no_grad()
+def test_retnets_agree(case: Case, values: int, chunk_size: int | None, tied: bool) -> None:
+    heads = case.fields.pop("decoder_attention_heads")
+    unknown = ("xpos_rel_pos", "xpos_scale_base", "rel_pos_buckets", "max_rel_pos")
+    case.fields = {name: v for name, v in case.fields.items() if name not in unknown} | {
+        "decoder_retention_heads": heads,
+        "decoder_value_embed_dim": heads * values * 3,
+        "share_decoder_input_output_embed": tied,
+        "chunkwise_recurrent": chunk_size is not None,
+        "recurrent_chunk_size": chunk_size or 512,
+    }
+    case.positions = False
+    cfg = case.config(RetNetConfig)
+    model = filled(RetNetDecoder(cfg, **tables(case, cfg.decoder_embed_dim)), case.seed)
+    ours = load_retnet(case.fields, model.state_dict(), version=case.version).eval()
+    tokens = case.tokens()
+
+    def run(model: nn.Module) -> Tensor:
+        return model(tokens)[0]
+
+    check(ours(tokens).logits, run, model)

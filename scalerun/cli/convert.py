@@ -28,6 +28,7 @@ from scalerun.models.torchscale.weight_file import WeightFile, read_weight_file
 
 logger = logging.getLogger("scalerun.cli.convert")  # also when run as __main__
 
+DECODERS = ("decoder", "retnet")
 VOCABULARY_TABLES = ("embed_tokens.weight", "output_projection.weight")
 
 
@@ -151,7 +152,7 @@ def with_vocabulary(cfg: ConvertConfig, found: Recognized) -> Recognized:
     """
     if cfg.tokenizer is None:
         return found
-    if found.kind != "decoder":
+    if found.kind not in DECODERS:
         raise UserError(
             "--tokenizer makes a run of a decoder, and the weights are of another kind "
             f"({found.kind.replace('_', '-')}); leave --tokenizer out"

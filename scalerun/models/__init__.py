@@ -2,6 +2,7 @@
 
 from scalerun.models import (
     beit3,
+    retnet,
     transformer_encoder,
     transformer_lm,
     transformer_mlm,
@@ -27,6 +28,7 @@ __all__ = [
     "build_model",
     "register_model",
     "register_model_architecture",
+    "retnet",
     "transformer_encoder",
     "transformer_lm",
     "transformer_mlm",

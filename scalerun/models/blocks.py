@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import nn
 
 from scalerun.models import init_schemes
 from scalerun.models.attention_config import AttentionConfig
+from scalerun.models.block_config import BlockConfig
 from scalerun.models.init_schemes import ModelInit
 from scalerun.models.stack import Stack
 from scalerun.modules.attention import Attention, CrossAttention
@@ -32,20 +34,18 @@ from scalerun.modules.residual import DeepNorm, PostNorm, PreNorm, Residual
 ACTIVATIONS: dict[str, Activation] = {"relu": F.relu, "gelu": F.gelu, "swish": F.silu}
 
 
-class TransformerParts:
-    """Makes the parts of one stack, an encoder's or a decoder's.
-
-    A new architecture overrides the method that makes its new part, and nothing else.
+class StackParts(ABC):
+    """Makes the parts of one stack, an encoder's or a decoder's, whatever mixes its tokens.
 
     Args:
-        cfg: rates, norms, positions.
+        cfg: rates and norms.
         stack: sizes, and which parts.
         vocab_size: rows of the embedding.
         padding_idx: number of the padding symbol.
     """
 
     def __init__(
-        self, cfg: AttentionConfig, stack: Stack, *, vocab_size: int, padding_idx: int | None
+        self, cfg: BlockConfig, stack: Stack, *, vocab_size: int, padding_idx: int | None
     ) -> None:
         self.cfg = cfg
         self.stack = stack
@@ -85,34 +85,21 @@ class TransformerParts:
             return Multiway(self.one_norm(dim), self.one_norm(dim))
         return self.one_norm(dim)
 
+    @abstractmethod
     def mixer(self, layer: int) -> Mixer:
         """The part of a layer (from 0) that mixes tokens."""
-        match self.axes.mixer:
-            case "attention":
-                return Attention(
-                    self.stack.dim,
-                    self.stack.num_heads,
-                    init=self.weights.attention,
-                    dropout=self.cfg.attention_dropout,
-                    inner_norm=self.norm(self.stack.dim) if self.axes.inner_norm else None,
-                    multiway=self.stack.multiway,
-                )
-        raise AssertionError(self.axes.mixer)
 
     def cross_mixer(self, layer: int) -> Mixer | None:
-        """The part of a layer (from 0) that reads an encoder's output; None without one.
+        """The part of a layer (from 0) that reads an encoder's output; None without one."""
+        return None
 
-        As in TorchScale it has no inner norm, and SubLN does not scale its initial weights.
-        """
-        if not self.stack.cross_attention:
-            return None
-        gain = self.axes.gain if self.cfg.deepnorm else 1.0
-        return CrossAttention(
-            self.stack.dim,
-            self.stack.num_heads,
-            init=self.init_scheme(gain).attention,
-            dropout=self.cfg.attention_dropout,
-        )
+    def relative_position(self) -> BasePosition | None:
+        """What the mixers are handed."""
+        return None
+
+    def cross_position(self) -> RelativeBias | None:
+        """The score biases of the cross mixers."""
+        return None
 
     def ffn(self, layer: int) -> PerToken:
         """The per-token part of a layer (from 0)."""
@@ -183,33 +170,6 @@ class TransformerParts:
             self.stack.max_positions, self.stack.dim, init=self.weights.positions
         )
 
-    def relative_position(self) -> BasePosition | None:
-        """What the mixers are handed."""
-        match self.axes.relative_position:
-            case "rotary":
-                return Rotary(self.stack.head_dim)
-            case "xpos":
-                return XPos(self.stack.head_dim, self.cfg.xpos_scale_base)
-            case "relative_bias":
-                return self.relative_bias()
-            case "none":
-                return None
-        raise AssertionError(self.axes.relative_position)
-
-    def relative_bias(self) -> RelativeBias:
-        """A table of score biases."""
-        return RelativeBias(
-            self.cfg.rel_pos_buckets,
-            self.cfg.max_rel_pos,
-            num_heads=self.stack.num_heads,
-            init=self.weights.relative_bias,
-        )
-
-    def cross_position(self) -> RelativeBias | None:
-        """The score biases of cross-attention; only relative biases have a form for it."""
-        biased = self.axes.relative_position == "relative_bias"
-        return self.relative_bias() if biased and self.stack.cross_attention else None
-
     def token_embedding(self) -> TokenEmbedding:
         """The table of token vectors."""
         return TokenEmbedding(
@@ -243,3 +203,68 @@ class TransformerParts:
         if self.stack.tied_output:
             return None
         return Linear(self.stack.dim, self.vocab_size, init=self.weights.output, bias=False)
+
+
+class TransformerParts(StackParts):
+    """Makes the parts of a stack whose mixer is attention.
+
+    A new architecture overrides the method that makes its new part, and nothing else.
+    """
+
+    cfg: AttentionConfig
+
+    def mixer(self, layer: int) -> Mixer:
+        """The part of a layer (from 0) that mixes tokens."""
+        match self.axes.mixer:
+            case "attention":
+                return Attention(
+                    self.stack.dim,
+                    self.stack.num_heads,
+                    init=self.weights.attention,
+                    dropout=self.cfg.attention_dropout,
+                    inner_norm=self.norm(self.stack.dim) if self.axes.inner_norm else None,
+                    multiway=self.stack.multiway,
+                )
+        raise AssertionError(self.axes.mixer)
+
+    def cross_mixer(self, layer: int) -> Mixer | None:
+        """The part of a layer (from 0) that reads an encoder's output; None without one.
+
+        As in TorchScale it has no inner norm, and SubLN does not scale its initial weights.
+        """
+        if not self.stack.cross_attention:
+            return None
+        gain = self.axes.gain if self.cfg.deepnorm else 1.0
+        return CrossAttention(
+            self.stack.dim,
+            self.stack.num_heads,
+            init=self.init_scheme(gain).attention,
+            dropout=self.cfg.attention_dropout,
+        )
+
+    def relative_position(self) -> BasePosition | None:
+        """What the mixers are handed."""
+        match self.axes.relative_position:
+            case "rotary":
+                return Rotary(self.stack.head_dim)
+            case "xpos":
+                return XPos(self.stack.head_dim, self.cfg.xpos_scale_base)
+            case "relative_bias":
+                return self.relative_bias()
+            case "none":
+                return None
+        raise AssertionError(self.axes.relative_position)
+
+    def relative_bias(self) -> RelativeBias:
+        """A table of score biases."""
+        return RelativeBias(
+            self.cfg.rel_pos_buckets,
+            self.cfg.max_rel_pos,
+            num_heads=self.stack.num_heads,
+            init=self.weights.relative_bias,
+        )
+
+    def cross_position(self) -> RelativeBias | None:
+        """The score biases of cross-attention; only relative biases have a form for it."""
+        biased = self.axes.relative_position == "relative_bias"
+        return self.relative_bias() if biased and self.stack.cross_attention else None

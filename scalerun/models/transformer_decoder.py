@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scalerun.models.base_decoder import BaseDecoder, DecoderOutput
-from scalerun.models.blocks import TransformerParts
+from scalerun.models.blocks import StackParts, TransformerParts
 from scalerun.models.transformer_stack import TransformerStack, computing_dtype
 from scalerun.modules.attention_mask import fold_into_bias, visible_keys
 from scalerun.modules.block_context import BlockContext, Source
@@ -30,9 +30,9 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         embedding: from token numbers to (B, T, D); None for one that the parts make.
     """
 
-    parts_class: type[TransformerParts] = TransformerParts
+    parts_class: type[StackParts] = TransformerParts
 
-    def __init__(self, parts: TransformerParts, embedding: InputEmbedding | None = None) -> None:
+    def __init__(self, parts: StackParts, embedding: InputEmbedding | None = None) -> None:
         super().__init__(parts, embedding)
         self.cross_position = parts.cross_position()
         self.output_projection = parts.output_projection()

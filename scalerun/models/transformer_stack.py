@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scalerun.models.blocks import TransformerParts
+from scalerun.models.blocks import StackParts
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.block import TransformerBlock
 from scalerun.modules.block_context import BlockContext
@@ -26,7 +26,7 @@ class TransformerStack(nn.Module):
         embedding: from token numbers to (B, T, D); None for one that the parts make.
     """
 
-    def __init__(self, parts: TransformerParts, embedding: InputEmbedding | None = None) -> None:
+    def __init__(self, parts: StackParts, embedding: InputEmbedding | None = None) -> None:
         super().__init__()
         self.embedding = parts.embedding() if embedding is None else embedding
         self.relative_position: BasePosition | None = parts.relative_position()

@@ -92,6 +92,12 @@ def golden_state() -> StateMaker:
 
 
 @pytest.fixture
+def golden_tensors() -> Callable[[dict[str, tuple[int, ...]]], dict[str, Tensor]]:
+    """Tensors of any keys and shapes."""
+    return lambda shapes: {key: golden_tensor(key, *shape) for key, shape in shapes.items()}
+
+
+@pytest.fixture
 def golden_tokens() -> Tensor:
     """(2, 13) token numbers below 23."""
     b, t = torch.arange(2)[:, None], torch.arange(13)[None]

@@ -57,6 +57,12 @@ def test_a_head_makes_a_masked_language_model(golden_state: StateMaker) -> None:
     assert recognize(state).kind == "mlm"
 
 
+@pytest.mark.parametrize("prefix", ["decoder.", ""])
+def test_retention_makes_a_retnet(prefix: str) -> None:
+    state = {f"{prefix}layers.0.retention.q_proj.weight": torch.ones(2, 2)}
+    assert recognize(state).kind == "retnet"
+
+
 @pytest.mark.parametrize("prefix", ["beit3.", ""])
 def test_image_embeddings_make_a_beit3(golden_state: StateMaker, prefix: str) -> None:
     state = golden_state(side="encoder", prefix=f"{prefix}encoder.", halves=(".A", ".B"))
@@ -73,7 +79,6 @@ def test_image_embeddings_make_a_beit3(golden_state: StateMaker, prefix: str) ->
     ("key", "message"),
     [
         ("decoder.layers.0.moe_layer.gate.wg", "layers of experts"),
-        ("decoder.layers.0.retention.q_proj.weight", "retention in place of attention"),
         ("transformer.h.0.weight", "begin with transformer"),
     ],
 )

@@ -11,6 +11,7 @@ from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.models.torchscale.loader import load_decoder
 from scalerun.models.torchscale.recognition import recognize
 from scalerun.models.torchscale.settling import Settled, settle
+from scalerun.modules.retention_decay import log_decays
 
 StateMaker = Callable[..., dict[str, Tensor]]
 NEEDED: dict[str, Any] = {
@@ -171,3 +172,41 @@ def test_two_stacks_have_one_kind_of_norms(golden_state: StateMaker) -> None:
     state |= golden_state(side="decoder", prefix="decoder.", cross=True, inner_norm=False)
     with pytest.raises(UserError, match="differ in subln"):
         settle(recognize(state), ENCODER | DECODER)
+
+
+def retnet_state() -> dict[str, Tensor]:
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (23, 16)}
+    shapes |= {"output_projection.weight": (23, 16), "layer_norm.weight": (16,)}
+    for name, rows, columns in (
+        ("retention.q_proj", 16, 16),
+        ("retention.k_proj", 16, 16),
+        ("retention.v_proj", 24, 16),
+        ("retention.g_proj", 24, 16),
+        ("retention.out_proj", 16, 24),
+        ("ffn.fc1", 20, 16),
+        ("ffn.gate", 20, 16),
+        ("ffn.fc2", 16, 20),
+    ):
+        shapes[f"layers.0.{name}.weight"] = (rows, columns)
+    for name in ("retention_layer_norm", "final_layer_norm"):
+        shapes[f"layers.0.{name}.weight"] = (16,)
+    state = {f"decoder.{key}": torch.ones(shape) for key, shape in shapes.items()}
+    return state | {"decoder.retnet_rel_pos.decay": log_decays(2)}
+
+
+def test_a_retnet_depends_on_the_version() -> None:
+    given = {"activation_fn": "swish", "layernorm_eps": 1e-6, "no_scale_embedding": False}
+    found = recognize(retnet_state())
+    with pytest.raises(UserError, match="do not say deepnorm;"):
+        settle(found, given)
+    with pytest.raises(ConfigError, match="give --torchscale-version"):
+        settle(found, given | {"deepnorm": False})
+    for version, mode in (("main", "torchscale"), ("0.3.0", "torchscale_0.3.0")):
+        settled = settle(found, given | {"deepnorm": False}, version=version)
+        assert settled.translation.arch == "retnet_lm"
+        cfg: Any = settled.translation.cfg
+        assert (cfg.norm_eps_mode, cfg.decoder_retention_heads) == (mode, 2)
+        assert (cfg.decoder_value_embed_dim, cfg.decoder_ffn_embed_dim) == (24, 20)
+        settled.translation.build()
+    with pytest.raises(UserError, match="decoder_layers 1, but the configuration gives 2"):
+        settle(found, given | {"deepnorm": False, "decoder_layers": 2}, version="main")

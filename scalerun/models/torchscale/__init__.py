@@ -13,6 +13,7 @@ from scalerun.models.torchscale.loader import (
     load_encoder_decoder,
     load_mlm,
 )
+from scalerun.models.torchscale.retnet import RetNet, RetNetConfig, load_retnet
 
 __all__ = [
     "Decoder",
@@ -21,9 +22,12 @@ __all__ = [
     "EncoderConfig",
     "EncoderDecoder",
     "EncoderDecoderConfig",
+    "RetNet",
+    "RetNetConfig",
     "load_beit3",
     "load_decoder",
     "load_encoder",
     "load_encoder_decoder",
     "load_mlm",
+    "load_retnet",
 ]

@@ -14,6 +14,8 @@ from scalerun.dataclass.errors import UserError
 State = Mapping[str, Tensor]
 SIDES = ("encoder", "decoder")
 EMBEDDING, OUTPUT = "embed_tokens.weight", "output_projection.weight"
+DECAY = "retnet_rel_pos.decay"
+"""One number for each head of a RetNet."""
 
 
 def stack_facts(side: str, state: State) -> dict[str, Any]:
@@ -43,6 +45,27 @@ def stack_facts(side: str, state: State) -> dict[str, Any]:
     elif xpos is not None:
         facts[f"{side}_attention_heads"] = dim // (2 * state[xpos].numel())
     return facts
+
+
+def retention_facts(state: State) -> dict[str, Any]:
+    """As :func:`stack_facts`, of a RetNet."""
+    facts: dict[str, Any] = {
+        "decoder_embed_dim": _shape(state, r"layers\.0\.retention\.q_proj\.weight")[0],
+        "decoder_value_embed_dim": _shape(state, r"layers\.0\.retention\.v_proj\.weight")[0],
+        "decoder_layers": num_layers(state),
+        "decoder_ffn_embed_dim": _shape(state, r"layers\.0\.ffn\.fc1\.weight")[0],
+        "layernorm_embedding": _first(state, r"layernorm_embedding\..*") is not None,
+    }
+    if DECAY in state:
+        facts["decoder_retention_heads"] = state[DECAY].numel()
+    return facts
+
+
+def unsaid_of_retention(facts: Mapping[str, Any]) -> list[str]:
+    """As :func:`unsaid`, of a RetNet."""
+    names = ["activation_fn", "layernorm_eps", "no_scale_embedding", "deepnorm"]
+    heads = "decoder_retention_heads"
+    return names if heads in facts else [heads, *names]
 
 
 def stack_hints(side: str, state: State) -> dict[str, Any]:

@@ -14,11 +14,9 @@ from scalerun.models.torchscale.beit3 import TEXT
 from scalerun.models.torchscale.facts import EMBEDDING, SIDES
 from scalerun.models.torchscale.keys import without_prefix
 
-UNKNOWN_PARTS = {
-    "moe_layer": "layers of experts",
-    "retention": "retention in place of attention",
-}
+UNKNOWN_PARTS = {"moe_layer": "layers of experts"}
 """Parts of keys, and what they belong to."""
+RETENTION = r"layers\.\d+\.retention\."
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Recognized:
     """A state dict of a known kind."""
 
     kind: str
-    """encoder, mlm, decoder, encoder_decoder or beit3."""
+    """encoder, mlm, decoder, retnet, encoder_decoder or beit3."""
     state: Mapping[str, Tensor]
     """Keys as the function that loads this kind takes them."""
     sides: Mapping[str, Mapping[str, Tensor]]
@@ -86,13 +84,17 @@ def _beit3(state: Mapping[str, Tensor]) -> Recognized:
 
 
 def _one_stack(side: str, state: Mapping[str, Tensor]) -> Recognized:
-    is_mlm = side == "encoder" and "output_projection.dense.weight" in state
-    return Recognized("mlm" if is_mlm else side, state, {side: state})
+    kind = side
+    if side == "encoder" and "output_projection.dense.weight" in state:
+        kind = "mlm"
+    if any(re.match(RETENTION, key) for key in state):
+        kind = "retnet"
+    return Recognized(kind, state, {side: state})
 
 
 def _side_of(state: Mapping[str, Tensor], names: Iterable[str]) -> str:
     """Encoder or decoder, for keys without prefix."""
-    if any(key.startswith("self_attn_relative_position.") for key in state):
+    if any(re.match(rf"self_attn_relative_position\.|{RETENTION}", key) for key in state):
         return "decoder"
     only_encoders = r"relative_position\..*|.*\.ffn\.A\..*|output_projection\.dense\..*"
     if any(re.fullmatch(only_encoders, key) for key in state):

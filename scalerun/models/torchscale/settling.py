@@ -8,21 +8,24 @@ from typing import Any
 
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.models.attention_config import AttentionConfig
+from scalerun.models.retnet import RetNetConfig as RetNetSettings
 from scalerun.models.torchscale.beit3 import image_fields, translate_beit3
 from scalerun.models.torchscale.configs import (
     OVERRIDDEN,
-    AttentionFields,
     DecoderConfig,
     EncoderConfig,
     EncoderDecoderConfig,
+    SharedConfig,
 )
 from scalerun.models.torchscale.facts import (
     EMBEDDING,
     has_final_norm,
+    retention_facts,
     same,
     stack_facts,
     stack_hints,
     unsaid,
+    unsaid_of_retention,
 )
 from scalerun.models.torchscale.loader import (
     Translation,
@@ -32,6 +35,7 @@ from scalerun.models.torchscale.loader import (
     translate_mlm,
 )
 from scalerun.models.torchscale.recognition import Recognized
+from scalerun.models.torchscale.retnet import RetNetConfig, retnet_config, translate_retnet
 from scalerun.models.torchscale.translate import (
     beit3_config,
     decoder_config,
@@ -48,9 +52,11 @@ NOT_OF_THE_MODEL = ("fsdp", "ddp_rank", "checkpoint_activations", "seq_parallel"
 class Kind:
     """What belongs to a kind of model."""
 
-    config: type[AttentionFields]
-    settings: Callable[..., AttentionConfig]
+    config: type[SharedConfig]
+    settings: Callable[..., AttentionConfig | RetNetSettings]
     translate: Callable[..., Translation]
+    has_positions: bool = True
+    """Whether ``settings`` takes settings of absolute positions."""
 
 
 KINDS = {
@@ -60,7 +66,8 @@ KINDS = {
     "encoder_decoder": Kind(
         EncoderDecoderConfig, encoder_decoder_config, translate_encoder_decoder
     ),
-    "beit3": Kind(EncoderConfig, beit3_config, translate_beit3),
+    "retnet": Kind(RetNetConfig, retnet_config, translate_retnet, has_positions=False),
+    "beit3": Kind(EncoderConfig, beit3_config, translate_beit3, has_positions=False),
 }
 
 
@@ -69,7 +76,7 @@ class Settled:
     """A model whose configuration is certain."""
 
     translation: Translation
-    config: AttentionFields
+    config: SharedConfig
     versions: tuple[str, ...]
     """Of TorchScale, all of which give this model."""
 
@@ -117,7 +124,9 @@ def _facts(found: Recognized) -> tuple[dict[str, Any], dict[str, Any]]:
     facts: dict[str, Any] = {}
     hints: dict[str, Any] = {}
     for side, state in found.sides.items():
-        for name, value in stack_facts(side, state).items():
+        is_retnet = found.kind == "retnet"
+        own = retention_facts(state) if is_retnet else stack_facts(side, state)
+        for name, value in own.items():
             if facts.setdefault(name, value) != value:
                 raise UserError(f"encoder and decoder differ in {name}, which no model's may")
         hints |= stack_hints(side, state)
@@ -134,6 +143,8 @@ def _facts(found: Recognized) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _unsaid(found: Recognized, facts: Mapping[str, Any], version: str | None) -> list[str]:
+    if found.kind == "retnet":
+        return unsaid_of_retention(facts)
     names: list[str] = []
     for side, state in found.sides.items():
         names += [name for name in unsaid(side, state, facts) if name not in names]
@@ -162,7 +173,7 @@ def _of_the_record(kind: Kind, given: Mapping[str, Any]) -> dict[str, Any]:
 def _versions(
     found: Recognized,
     kind: Kind,
-    config: AttentionFields,
+    config: SharedConfig,
     version: str | None,
     *,
     complete: bool,
@@ -176,7 +187,7 @@ def _versions(
     if complete:
         candidates = [OVERRIDDEN if each == "0.3.0" else each for each in candidates]
     # Absolute positions are known by their weights; none at all contradicts nothing.
-    bare = {} if found.kind == "beit3" else {"no_token_positional_embeddings": True}
+    bare = {"no_token_positional_embeddings": True} if kind.has_positions else {}
     norms = {side: has_final_norm(state) for side, state in found.sides.items()}
     fitting: dict[str, dict[str, Any]] = {}
     for each in candidates:
