@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 from pathlib import Path
@@ -16,7 +17,7 @@ from scalerun.cli.inference import load_model
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.models.torchscale.loader import load_decoder
 
-VOCAB, DIM, HEADS, FFN, LAYERS = 264, 16, 2, 24, 2
+VOCAB, DIM, HEADS, FFN, LAYERS = 264, 16, 2, 32, 1
 FIELDS = {
     "decoder_attention_heads": HEADS,
     "activation_fn": "relu",
@@ -27,41 +28,14 @@ FIELDS = {
 RESETS = ["--reset-optimizer", "--reset-lr-scheduler", "--reset-meters", "--reset-dataloader"]
 
 
-def stack_state(prefix="", *, vocab=VOCAB, cross=False, output=True, halves=("",)):
-    """A state dict in TorchScale's names, of a SubLN stack without positions."""
-    generator = torch.Generator().manual_seed(1)
-    shapes = {f"{prefix}embed_tokens.weight": (vocab, DIM)}
-    if output:
-        shapes[f"{prefix}output_projection.weight"] = (vocab, DIM)
-    for half in halves:
-        norms = {"layer_norm": DIM}
-        for i in range(LAYERS):
-            layer = f"layers.{i}"
-            linears = {f"{layer}.self_attn.{p}_proj": (DIM, DIM) for p in ("q", "k", "v", "out")}
-            linears |= {f"{layer}.ffn{half}.fc1": (FFN, DIM), f"{layer}.ffn{half}.fc2": (DIM, FFN)}
-            if cross:
-                names = ("q", "k", "v", "out")
-                linears |= {f"{layer}.encoder_attn.{p}_proj": (DIM, DIM) for p in names}
-                norms[f"{layer}.encoder_attn_layer_norm"] = DIM
-            norms |= {f"{layer}.{name}_layer_norm": DIM for name in ("self_attn", "final")}
-            norms |= {f"{layer}.self_attn.inner_attn_ln": DIM}
-            for name, shape in linears.items():
-                own = name if "ffn" in name else name + half
-                shapes[f"{prefix}{own}.weight"] = shape
-                shapes[f"{prefix}{own}.bias"] = shape[:1]
-            for kind in ("weight", "bias"):
-                shapes[f"{prefix}{layer}.ffn{half}.ffn_layernorm.{kind}"] = (FFN,)
-        for name, width in norms.items():
-            for kind in ("weight", "bias"):
-                shapes[f"{prefix}{name}{half}.{kind}"] = (width,)
-    return {
-        key: torch.randn(shape, generator=generator) / math.sqrt(shape[-1]) + (len(shape) == 1)
-        for key, shape in shapes.items()
-    }
-
-
 def encoder_fields():
     return {name.replace("decoder", "encoder"): value for name, value in FIELDS.items()}
+
+
+@pytest.fixture
+def stack_state(torchscale_state):
+    """A state dict of one stack of these sizes."""
+    return functools.partial(torchscale_state, dim=DIM, ffn_dim=FFN, num_layers=LAYERS)
 
 
 @pytest.fixture
@@ -81,7 +55,7 @@ def files(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def converted(files, run, tmp_path):
+def converted(files, stack_state, run, tmp_path):
     """A run folder of a decoder of bytes."""
     command = run("convert", *files(stack_state()), "--tokenizer", "bytes")
     assert command.code == 0, command.stderr
@@ -90,7 +64,7 @@ def converted(files, run, tmp_path):
 
 
 @torch.no_grad()
-def test_the_checkpoint_computes_what_the_weights_say(converted):
+def test_the_checkpoint_computes_what_the_weights_say(converted, stack_state):
     fields = {k: v for k, v in FIELDS.items() if v is not None}
     sizes = {"embed_dim": DIM, "ffn_embed_dim": FFN, "layers": LAYERS}
     fields |= {f"decoder_{name}": value for name, value in sizes.items()}
@@ -145,7 +119,7 @@ def test_where_the_weights_come_from_is_kept(converted):
     assert "scalerun.cli.convert weights.pt" in (converted / "command.txt").read_text()
 
 
-def test_without_a_tokenizer_the_vocabulary_is_taken_on_trust(files, corpus, run):
+def test_without_a_tokenizer_the_vocabulary_is_taken_on_trust(files, stack_state, corpus, run):
     assert run("convert", *files(stack_state())).code == 0
     ask = run("interactive_cli", "--path", "run", "--cpu", stdin="the\n")
     assert "was converted without a tokenizer" in ask.error
@@ -160,7 +134,7 @@ def test_without_a_tokenizer_the_vocabulary_is_taken_on_trust(files, corpus, run
     assert "use the architecture and the tokenizer that it was trained with" in other.error
 
 
-def test_rows_follow_the_pieces_of_the_tokenizer(files, tmp_path):
+def test_rows_follow_the_pieces_of_the_tokenizer(files, stack_state, tmp_path):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["the cat sat on the mat", "the owl slept"] * 9),
         model_prefix="text",
@@ -185,7 +159,7 @@ def test_rows_follow_the_pieces_of_the_tokenizer(files, tmp_path):
     torch.testing.assert_close(ours[..., special], theirs[..., :4])
 
 
-def test_a_checkpoint_of_fairseq_needs_no_configuration(files, run, tmp_path):
+def test_a_checkpoint_of_fairseq_needs_no_configuration(files, stack_state, run, tmp_path):
     state = {key: tensor.half() for key, tensor in stack_state("decoder.").items()}
     record = argparse.Namespace(arch="lm_base", decoder_attention_heads=HEADS, subln=True)
     words = files({"model": state, "args": record}, fields=None)
@@ -201,14 +175,14 @@ def test_a_checkpoint_of_fairseq_needs_no_configuration(files, run, tmp_path):
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
 
 
-def mlm_state():
+def mlm_state(stack_state):
     head = {"dense.weight": (DIM, DIM), "dense.bias": (DIM,), "bias": (VOCAB,)}
     head |= {"layer_norm.weight": (DIM,), "layer_norm.bias": (DIM,)}
     ones = {f"encoder.output_projection.{key}": torch.ones(shape) for key, shape in head.items()}
     return stack_state("encoder.", output=False) | ones
 
 
-def beit3_state():
+def beit3_state(stack_state):
     state = stack_state("beit3.encoder.", output=False, halves=(".A", ".B"))
     state["beit3.text_embed.weight"] = state.pop("beit3.encoder.embed_tokens.weight")
     shapes = {"cls_token": (1, 1, DIM), "mask_token": (1, 1, DIM), "proj.bias": (DIM,)}
@@ -221,18 +195,18 @@ def beit3_state():
 @pytest.mark.parametrize(
     ("arch", "state", "fields"),
     [
-        ("transformer_encoder", lambda: stack_state("encoder."), {}),
+        ("transformer_encoder", lambda stack: stack("encoder."), {}),
         ("transformer_mlm", mlm_state, {}),
         ("beit3", beit3_state, {}),
         (
             "transformer_mt",
-            lambda: stack_state("encoder.", output=False) | stack_state("decoder.", cross=True),
+            lambda stack: stack("encoder.", output=False) | stack("decoder.", cross=True),
             {"decoder_attention_heads": HEADS},
         ),
     ],
 )
-def test_other_models_are_for_python(files, arch, state, fields, caplog):
-    assert main(files(state(), encoder_fields() | fields)) == 0
+def test_other_models_are_for_python(files, stack_state, arch, state, fields, caplog):
+    assert main(files(state(stack_state), encoder_fields() | fields)) == 0
     model = load_model("run")
     assert not model.training
     content = json.loads(Path("run/checkpoint_0/config.json").read_text())
@@ -260,7 +234,7 @@ def test_a_wrong_command_is_refused(words, message):
         main(words)
 
 
-def test_an_output_that_holds_something_is_refused(files, tmp_path):
+def test_an_output_that_holds_something_is_refused(files, stack_state, tmp_path):
     words = files(stack_state())
     (tmp_path / "run").mkdir()
     (tmp_path / "run/notes.txt").write_text("mine")
@@ -272,7 +246,7 @@ def test_an_output_that_holds_something_is_refused(files, tmp_path):
     assert (tmp_path / "run/notes.txt").read_text() == "mine"
 
 
-def test_a_tokenizer_that_does_not_fit_is_refused(files, tmp_path):
+def test_a_tokenizer_that_does_not_fit_is_refused(files, stack_state, tmp_path):
     words = [*files(stack_state(vocab=265)), "--tokenizer", "bytes"]
     with pytest.raises(UserError, match=r"has 265 rows, but --tokenizer bytes .* for 264 rows"):
         main(words)
@@ -282,7 +256,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(files, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_configuration_that_cannot_be_read_is_refused(files, tmp_path):
+def test_a_configuration_that_cannot_be_read_is_refused(files, stack_state, tmp_path):
     words = files(stack_state())
     (tmp_path / "fields.json").write_text("[1]")
     with pytest.raises(ConfigError, match="--torchscale-config fields.json holds a list"):
