@@ -7,16 +7,30 @@ PARITY := .parity
 RUN := projects/quickstart/$(if $(LONG),run_long,run)
 CONFIG := projects/quickstart/$(if $(LONG),long,config).yaml
 DATA := projects/quickstart/data
+TOKENIZER := projects/quickstart/cache/tokenizer.model
 FLAGS :=
+
+# A virtual environment keeps its Python; another one would be ignored without a word.
+version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+ifneq ($(origin PYTHON),file)
+ifneq ($(wildcard $(BIN)/python),)
+ifneq ($(call version,$(PYTHON)),$(call version,$(BIN)/python))
+$(error $(VENV) has Python $(call version,$(BIN)/python), and $(PYTHON) is another: remove $(VENV) first)
+endif
+endif
+endif
 
 .PHONY: quickstart test test-long test-parity lint
 
-quickstart: $(VENV)/installed
-	$(BIN)/python -m scalerun.cli.train_tokenizer $(DATA) --vocab-size 1024 --model-type unigram --output projects/quickstart/cache/tokenizer.model
+quickstart: $(VENV)/installed $(TOKENIZER)
 	$(BIN)/python -m scalerun.cli.train $(DATA) --config $(CONFIG) --save-dir $(RUN) $(FLAGS)
 	$(BIN)/python -m scalerun.cli.validate $(DATA) --path $(RUN) --json $(RUN)/valid.json
 	$(BIN)/python projects/quickstart/compare.py $(DATA) $(RUN)/valid.json
-	$(BIN)/python -m scalerun.cli.interactive_cli --path $(RUN) --temperature 0.7 --top-p 0.9 --max-new-tokens 160 < projects/quickstart/prompts.txt
+	$(BIN)/python -m scalerun.cli.interactive_cli --path $(RUN) --temperature 0.7 --top-p 0.9 --max-new-tokens 160 --seed 1 < projects/quickstart/prompts.txt
+
+# Made once: the runs depend on it.
+$(TOKENIZER): | $(VENV)/installed
+	$(BIN)/python -m scalerun.cli.train_tokenizer $(DATA) --vocab-size 1024 --model-type unigram --output $@
 
 test: $(VENV)/tested
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not long"
@@ -40,11 +54,13 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: $(VENV)/bin/python pyproject.toml
-	$(BIN)/pip install --quiet --editable .
+	@echo "installing scalerun and torch into $(VENV): some minutes on a slow network"
+	$(BIN)/pip install --editable .
 	@touch $@
 
 $(VENV)/tested: $(VENV)/bin/python pyproject.toml
-	$(BIN)/pip install --quiet --editable '.[test]'
+	@echo "installing scalerun and what its tests need into $(VENV): some minutes on a slow network"
+	$(BIN)/pip install --editable '.[test]'
 	@touch $(VENV)/installed $@
 
 $(PARITY)/torchscale: $(VENV)/tested

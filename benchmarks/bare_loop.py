@@ -33,6 +33,7 @@ class BenchmarkShape:
     prompt: int = 0
     new_tokens: int = 0
     experts: int = 0
+    moe_freq: int = 0
     segments: tuple[int, ...] = ()
 
     @property

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scalerun.models import ARCH_REGISTRY
+from scalerun.models.torchscale.moe import MOE
 from scalerun.models.torchscale.translate import DECODER, SHARED
 from scalerun.models.transformer_config import TransformerConfig
 
@@ -104,7 +105,7 @@ def test_torchscales_names_and_ours_are_those_on_the_page():
     text = section(page("architectures"), "TorchScale's names")
     theirs, ours = text.split("Where scalerun differs")
     settings = {field.name for field in fields(TransformerConfig)}
-    shared = {*DECODER, *SHARED, "decoder_normalize_before"}
+    shared = {*DECODER, *SHARED, *MOE, "decoder_normalize_before"}
     assert set(names(theirs.split("These have its meaning:")[1])) == shared
     assert set(names(ours.split("These are ours:")[1])) == settings - shared
 

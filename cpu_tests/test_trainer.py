@@ -137,6 +137,35 @@ def test_a_run_ends_when_told(train, words, updates):
         assert len(found) < 50
 
 
+def test_the_end_says_what_prolongs_the_run_and_a_finished_run_that_nothing_is_left(train, capsys):
+    for words, reason in (
+        (["--max-update", "2"], "2 updates are done; raise --max-update to go on"),
+        (
+            ["--max-epoch", "1", *CONSTANT],
+            "the end of epoch 1 is reached; raise --max-epoch to go on",
+        ),
+    ):
+        train(*words, save_dir=words[0])
+        assert f"training ends: {reason}\n" in capsys.readouterr().err
+        train(*words, save_dir=words[0])
+        assert f"nothing to do: {reason}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "missed"),
+    [
+        (["--lr", "0.02"], ", before the learning rate came down from 0.02 to 0"),
+        (CONSTANT, ""),
+    ],
+)
+def test_a_run_that_its_time_cuts_short_says_what_it_missed(train, capsys, words, missed):
+    _, found, _ = train(*words, "--max-update", "100000", "--stop-time-hours", "1e-5")
+    assert (
+        f"stopped by --stop-time-hours 1e-05 at update {len(found)} of 100000{missed}; "
+        "raise --stop-time-hours to go on\n"
+    ) in capsys.readouterr().err
+
+
 def test_update_freq_may_differ_by_epoch(train):
     _, found, _ = train("--max-epoch", "2", "--update-freq", "1,2", *CONSTANT)
     by_epoch = {epoch: max(r["bsz"] for r in found if r["epoch"] == epoch) for epoch in (1, 2)}

@@ -5,80 +5,24 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scalerun.checkpoint.checkpoint_manager import CheckpointManager
-from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput, Objective
+from scalerun.criterions.base_criterion import CriterionOutput, Objective
 from scalerun.data.batch import Batch
-from scalerun.data.loader import BatchLoader
 from scalerun.dataclass.configs import ScalerunConfig
 from scalerun.dataclass.errors import UserError
 from scalerun.distributed.launch import seed_forward
-from scalerun.distributed.precision import Precision
 from scalerun.distributed.stop_signal import StopRequestedError, StopSignal
 from scalerun.evaluation import SubsetResult, evaluate
-from scalerun.logging.base_sink import BaseSink
 from scalerun.logging.metrics import Metrics, bits_per_byte, perplexity
 from scalerun.logging.nan_detector import NanDetector
-from scalerun.logging.profiler import UpdateProfiler
-from scalerun.logging.throughput import Throughput
-from scalerun.models.base_model import Architecture, BaseModel
-from scalerun.optim.base_optimizer import BaseOptimizer
-from scalerun.optim.ema import EMA
-from scalerun.optim.loss_scaler import DynamicLossScaler
-from scalerun.optim.lr_scheduler.base_lr_scheduler import BaseLRScheduler
-from scalerun.tasks.base_task import BaseTask
+from scalerun.models.base_model import Architecture
+from scalerun.trainer_parts import Progress, TrainerParts
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class TrainerParts:
-    """Everything a Trainer puts to work. Built in ``cli/train.py``."""
-
-    task: BaseTask
-    model: BaseModel
-    criterion: BaseCriterion
-    optimizer: BaseOptimizer
-    lr_scheduler: BaseLRScheduler
-    loader: BatchLoader
-    checkpoints: CheckpointManager
-    sinks: BaseSink
-    throughput: Throughput
-    precision: Precision
-    loss_scaler: DynamicLossScaler | None
-    ema: EMA | None
-    profiler: UpdateProfiler
-    valid_subsets: list[str]
-
-
-@dataclass
-class Progress:
-    """Where a run stands. Saved with every checkpoint."""
-
-    num_updates: int = 0
-    validated_at: int = -1
-    """Update of the last finished validation."""
-    best_metric: float | None = None
-    validations_without_gain: int = 0
-    unfinished_validation: bool = False
-    """A stop broke off the validation of this update; it has to be done again."""
-    skips_in_a_row: int = 0
-    skipped_ranges: list[list[int]] = field(default_factory=list)
-    """Entries of ``--skip-batches`` that have been carried out."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """All of it, as JSON values."""
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`."""
-        for name, value in state.items():
-            setattr(self, name, value)
 
 
 class Trainer:
@@ -190,6 +134,7 @@ class Trainer:
     def updates(self) -> Iterator[list[Batch]]:
         """The batches of one update after the other, until something ends the run."""
         stream = self.loader.updates()
+        first = self.num_updates
         self.throughput.start()
         while (reason := self.end_reason()) is None:
             self.skip_batches()
@@ -205,25 +150,43 @@ class Trainer:
                     self.save(final=True)
                 raise
             if batches is None:
-                reason = f"{self.cfg.optimization.max_epoch} epochs are done"
+                last = self.cfg.optimization.max_epoch
+                reason = f"the end of epoch {last} is reached; raise --max-epoch to go on"
                 break
             yield batches
-        logger.info("training ends: %s", reason)
+        idle = self.num_updates == first and self.stop_signal.signum is None
+        logger.info("%s: %s", "nothing to do" if idle else "training ends", reason)
 
     def end_reason(self) -> str | None:
-        """Why the run is over, or None while it is not."""
+        """Why the run is over and what prolongs it, or None while it is not."""
         opt, progress = self.cfg.optimization, self.progress
         if self.stop_signal.signum is not None:
             return "a signal asked for it"
         if opt.max_update and self.num_updates >= opt.max_update:
-            return f"{self.num_updates} updates are done"
+            return f"{self.num_updates} updates are done; raise --max-update to go on"
         if opt.stop_time_hours and self.throughput.train_wall >= opt.stop_time_hours * 3600:
-            return f"--stop-time-hours {opt.stop_time_hours:g} is over"
+            return self.time_is_up()
         if opt.patience > 0 and progress.validations_without_gain >= opt.patience:
-            return f"{opt.patience} validations without a better {self.metric_name()}"
+            return (
+                f"{opt.patience} validations without a better {self.metric_name()}; raise "
+                "--patience to go on"
+            )
         if self.num_updates and self.optimizer.get_lr() <= opt.stop_min_lr:
             return f"the learning rate is at or below --stop-min-lr {opt.stop_min_lr:g}"
         return None
+
+    def time_is_up(self) -> str:
+        """The reason that ``--stop-time-hours`` gives, with what the model misses by it."""
+        opt = self.cfg.optimization
+        reason = (
+            f"stopped by --stop-time-hours {opt.stop_time_hours:g} at update {self.num_updates}"
+        )
+        if opt.max_update:
+            reason += f" of {opt.max_update}"
+            lr, last = self.optimizer.get_lr(), self.lr_scheduler.lr_at(opt.max_update)
+            if last < lr:
+                reason += f", before the learning rate came down from {lr:.3g} to {last:.3g}"
+        return f"{reason}; raise --stop-time-hours to go on"
 
     def skip_batches(self) -> None:
         """Throw away the data of ``--skip-batches`` ranges that begin with the next update."""
@@ -264,7 +227,7 @@ class Trainer:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.parts.precision.device)
         stats = []
         for index, batch in enumerate(batches):
-            output = self.forward_backward(batch, index, num_targets, len(batches))
+            output = self.forward_backward(batch, index, num_targets)
             loss_sum += output.loss_sum.detach()
             stats.append(output.stats)
         if self.parts.loss_scaler is not None:
@@ -287,17 +250,16 @@ class Trainer:
         self.lr_scheduler.step_update(self.num_updates)  # sets the rate of the next update
         return True
 
-    def forward_backward(
-        self, batch: Batch, index: int, num_targets: int, num_batches: int
-    ) -> CriterionOutput:
+    def forward_backward(self, batch: Batch, index: int, num_targets: int) -> CriterionOutput:
         """Add one batch's gradients."""
         seed_forward(self.cfg.common.seed, self.num_updates, index)
         batch = batch.to(self.parts.precision.device)
         with self.parts.precision.autocast():
             output = self.task.train_step(batch, self.model, self.criterion)
-        loss = output.loss_sum / max(num_targets, 1)
+        loss = output.loss_sum
         if output.aux_loss is not None:
-            loss = loss + output.aux_loss / num_batches
+            loss = loss + output.num_targets * output.aux_loss
+        loss = loss / max(num_targets, 1)
         if self.parts.loss_scaler is not None:
             loss = self.parts.loss_scaler.scale(loss)
         loss.backward()
@@ -336,7 +298,7 @@ class Trainer:
         with NanDetector(self.model) as detector:
             num_targets = sum(batch.num_targets for batch in batches)
             for index, batch in enumerate(batches):
-                self.forward_backward(batch, index, num_targets, len(batches))
+                self.forward_backward(batch, index, num_targets)
             where = detector.describe()
         self.optimizer.zero_grad()
         return f"update {self.num_updates + 1} on rank 0 is not finite: {where}"

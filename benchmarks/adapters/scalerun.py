@@ -33,7 +33,8 @@ from scalerun.optim.base_optimizer import build_optimizer
 from scalerun.optim.lr_scheduler.base_lr_scheduler import build_lr_scheduler
 from scalerun.plugins import load_plugins
 from scalerun.tasks.base_task import BaseTask
-from scalerun.trainer import Trainer, TrainerParts
+from scalerun.trainer import Trainer
+from scalerun.trainer_parts import TrainerParts
 
 NOTES = "Trainer.train_step of transformer_lm (pre-LN, gelu, learned positions, tied embeddings)"
 SEED = 1
@@ -52,6 +53,7 @@ class Shape(Protocol):
     prompt: int
     new_tokens: int
     experts: int
+    moe_freq: int
     segments: tuple[int, ...]
 
 
@@ -82,7 +84,7 @@ def build(shape: Shape, dtype: str = "fp32") -> tuple[torch.nn.Module, Callable[
     """A model and one whole update on given tokens (batch, seq + 1): returns the mean loss, nats.
 
     Raises:
-        NotImplementedError: the shape has experts or sparse attention.
+        NotImplementedError: the shape has sparse attention.
     """
     trainer = build_trainer(shape, dtype)
 
@@ -127,11 +129,12 @@ def model_flags(shape: Shape) -> list[str]:
     """The flags of ``scalerun.cli.train`` that give a shape's model.
 
     Raises:
-        NotImplementedError: the shape has experts or sparse attention.
+        NotImplementedError: the shape has sparse attention.
     """
-    if shape.experts or shape.segments:
-        raise NotImplementedError("scalerun has no experts and no sparse attention yet")
+    if shape.segments:
+        raise NotImplementedError("scalerun has no sparse attention yet")
     return [
+        *(expert_flags(shape) if shape.experts else []),
         *("--arch", "transformer_lm", "--decoder-learned-pos"),
         "--share-decoder-input-output-embed",
         *("--decoder-embed-dim", str(shape.dim), "--decoder-layers", str(shape.layers)),
@@ -139,6 +142,14 @@ def model_flags(shape: Shape) -> list[str]:
         *("--decoder-ffn-embed-dim", str(shape.ffn)),
         *("--max-target-positions", str(max(shape.seq, shape.prompt + shape.new_tokens))),
         *("--tokens-per-sample", str(shape.seq), "--batch-size", str(shape.batch)),
+    ]
+
+
+def expert_flags(shape: Shape) -> list[str]:
+    """The flags for experts; with a norm inside each, as the harness's other library has it."""
+    return [
+        *("--moe-freq", str(shape.moe_freq), "--moe-expert-count", str(shape.experts)),
+        *("--use-xmoe", "--subln", "--criterion", "moe_cross_entropy"),
     ]
 
 

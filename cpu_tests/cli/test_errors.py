@@ -84,7 +84,7 @@ BAD_FLAGS = {
     "unknown corpus": (["--corpus-weights", "prose=1"], 1, "prose"),
     "plug-in folder that is not there": (["--user-dir", "nowhere"], 2, "nowhere"),
     "several processes": ([], 2, "WORLD_SIZE"),
-    "missing tracker": (["--aim-repo", "aim"], 2, "scalerun[aim]"),
+    "missing tracker": (["--aim-repo", "aim"], 2, "pip install aim"),
 }
 
 

@@ -11,6 +11,7 @@ import scalerun.criterions.cross_entropy as module
 from scalerun.criterions.base_criterion import build_criterion
 from scalerun.criterions.cross_entropy import CrossEntropyConfig, cross_entropy_sum
 from scalerun.data.batch import IGNORE_INDEX, Batch
+from scalerun.dataclass.errors import UserError
 from scalerun.modules.auxiliary import Auxiliary
 
 
@@ -169,13 +170,12 @@ def test_the_criterion_sums_over_the_batchs_targets(logits_and_targets):
     assert model.table.grad.abs().sum() > 0
 
 
-def test_the_models_own_loss_is_handed_on_and_logged(logits_and_targets):
+def test_it_does_not_train_a_model_with_experts_but_scores_it(logits_and_targets):
     _, targets = logits_and_targets
-    aux = torch.tensor(0.5, requires_grad=True)
-    reports = [Auxiliary(aux, {"entropy": torch.tensor(h)}) for h in (1.0, 2.0)]
-    output = build_criterion(CrossEntropyConfig())(Bigram(*reports), batch_of(targets))
-    assert output.aux_loss == 1.0
-    assert output.aux_loss.requires_grad
-    assert output.stats["aux_loss"] == 1.0
-    assert output.stats["entropy"] == 1.5
-    assert not output.stats["aux_loss"].requires_grad
+    model = Bigram(Auxiliary(torch.tensor(0.5)))
+    criterion = build_criterion(CrossEntropyConfig())
+    with pytest.raises(UserError, match="give --criterion moe_cross_entropy"):
+        criterion(model, batch_of(targets))
+    output = criterion.eval()(model, batch_of(targets))
+    assert output.aux_loss is None
+    assert output.loss_sum > 0

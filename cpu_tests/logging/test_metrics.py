@@ -116,3 +116,41 @@ def test_perplexity_overflows_to_infinity() -> None:
 
 def test_bits_per_byte_spread_a_token_over_its_bytes() -> None:
     assert bits_per_byte(6.0, 3.0) == 2.0
+
+
+def test_a_vector_is_averaged_element_by_element() -> None:
+    metrics = Metrics()
+    metrics.add({"load": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "loss": 1.0})
+    metrics.add({"load": (torch.tensor([[4.0, 2.0], [0.0, 1.0]]), 2.0)})
+    metrics.set({"last": torch.tensor([1.0, 2.0])})
+    record = metrics.flush(1)
+    assert record["load"] == [[3.0, 2.0], [1.0, 2.0]]
+    assert (record["loss"], record["last"]) == (1.0, [1.0, 2.0])
+
+
+def test_vectors_survive_a_stop_to_the_bit() -> None:
+    draws = torch.randn(5, 2, 3)
+
+    def feed(metrics: Metrics, some: Tensor) -> None:
+        for value in some:
+            metrics.add({"load": value, "loss": (value[0, 0], 0.1)})
+
+    straight, before, after = Metrics(), Metrics(), Metrics()
+    feed(straight, draws)
+    feed(before, draws[:3])
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    feed(after, draws[3:])
+    assert after.flush(5) == straight.flush(5)
+
+
+def test_vectors_of_ranks_are_summed_in_the_same_call() -> None:
+    calls: list[Tensor] = []
+
+    def two_equal_ranks(vector: Tensor) -> Tensor:
+        calls.append(vector)
+        return vector * 2
+
+    metrics = Metrics(two_equal_ranks)
+    metrics.add({"load": torch.tensor([1.0, 3.0]), "loss": 2.0})
+    assert metrics.flush(1) == {"num_updates": 1, "load": [1.0, 3.0], "loss": 2.0}
+    assert len(calls) == 1

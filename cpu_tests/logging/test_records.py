@@ -95,3 +95,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 )
 def test_people_read_rounded_numbers(record: dict[str, object], text: str) -> None:
     assert describe_record(record) == text  # type: ignore[arg-type]
+
+
+def test_averages_of_vectors_are_kept_but_not_shown() -> None:
+    record = {"kind": "train", "num_updates": 3, "expert_load": [[0.5, 0.5]], "gnorm": 1.0}
+    assert "expert_load" not in describe_record(record)
+    assert json.loads(encode_record(record))["expert_load"] == [[0.5, 0.5]]

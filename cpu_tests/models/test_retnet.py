@@ -11,6 +11,7 @@ from torch import Tensor
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.models.base_model import ARCH_REGISTRY, build_model
+from scalerun.models.moe_config import MoEConfig
 from scalerun.models.retnet import RETNET_SIZES, RetNetConfig, RetNetLM
 from scalerun.modules.block import TransformerBlock
 from scalerun.modules.residual import deepnorm_gain
@@ -315,7 +316,28 @@ def behaviour(model: RetNetLM) -> tuple[Tensor, int | None, int]:
     return logits, model.max_positions(), kept
 
 
-@pytest.mark.parametrize("name", [each.name for each in fields(RetNetConfig)])
+EXPERTS = {"moe_freq": 2, "moe_expert_count": 4, "moe_second_expert_policy": "all"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("subln", [False, True])
+def test_experts_take_the_place_of_gated_layers(
+    subln: bool, make: MakeModel, tokens: Tensor
+) -> None:
+    model = make(**EXPERTS, subln=subln, moe_eval_capacity_token_fraction=1.0).eval()
+    first, second = model.blocks()[:2]
+    assert type(first.ffn).__name__ == "GLU"
+    assert (second.ffn.experts.inner_norm is not None) == subln
+    whole = model(tokens).logits
+    state = model.init_incremental_state(3, 12)
+    steps = [model(tokens[:, t : t + 1], incremental_state=state).logits for t in range(12)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, atol=1e-5, rtol=0)
+
+
+OWN = {each.name for each in fields(RetNetConfig)} - {each.name for each in fields(MoEConfig)}
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
 def test_every_flag_has_an_effect_or_is_refused(name: str, make: MakeModel) -> None:
     if name == "subln":
         with pytest.raises(ConfigError, match="--subln has no effect"):

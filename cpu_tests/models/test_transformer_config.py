@@ -12,6 +12,9 @@ from scalerun.dataclass.errors import ConfigError
 from scalerun.models.transformer_config import TransformerConfig
 from scalerun.models.transformer_decoder import TransformerDecoder
 
+FOUR_HEADS = {"decoder_attention_heads": 4}
+DILATED = {"segment_length": [8, 16], "dilated_ratio": [1, 4]}
+
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"decoder_attention_heads": 3}, "--decoder-embed-dim 16 is not a multiple of"),
     ({"deepnorm": True, "subln": True}, "--deepnorm and --subln exclude each other"),
@@ -35,7 +38,20 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"decoder_embed_dim": 2}, "sinusoidal positions need an even"),
     ({"subln": True, "init": "megatron"}, "--init megatron .* contradicts --subln"),
     ({"deepnorm": True, "init": "megatron"}, "--init megatron .* contradicts --deepnorm"),
+    ({"segment_length": [4], "dilated_ratio": [1, 2]}, "give as many numbers in both"),
+    ({"segment_length": [4]}, r"--segment-length \[4\] and --dilated-ratio \[\] need each other"),
+    ({"dilated_ratio": [4]}, "need each other"),
+    (
+        {"segment_length": [6], "dilated_ratio": [4]},
+        "has 6, which is not a multiple of",
+    ),
+    ({"segment_length": [6], "dilated_ratio": [0]}, "--dilated-ratio has 0; give numbers from 1"),
+    ({"segment_length": [-4], "dilated_ratio": [2]}, "--segment-length has -4"),
+    ({**DILATED, "rel_pos_buckets": 8, "max_rel_pos": 9}, "give --rotary or --xpos-rel-pos"),
+    ({"dilated_head_offset": "mod"}, "--dilated-head-offset has no effect"),
+    ({"dilated_merge_gradient": "exact"}, "--dilated-merge-gradient has no effect"),
     ({"megatron_init_sigma": 0.02}, "--megatron-init-sigma has no effect"),
+    ({"moe_freq": 1, "moe_expert_count": 4, "glu": True}, "--glu has no effect with --moe-freq 1"),
     ({"keep_norm_placement": True}, "--keep-norm-placement has no effect"),
     ({"sinusoidal_pos": True, "decoder_learned_pos": True}, "--sinusoidal-pos and --decoder-lear"),
     ({"sinusoidal_pos": True, "no_token_positional_embeddings": True}, "--sinusoidal-pos and --no"),
@@ -86,6 +102,7 @@ def test_deepnorm_is_post_norm_and_everything_else_pre_norm(
     assert make_config(decoder_normalize_before=False).axes().residual == "post_norm"
 
 
+MOE = {"moe_freq": 2, "moe_expert_count": 4}
 EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "decoder_embed_dim": ({}, 20),
     "decoder_attention_heads": ({}, 4),
@@ -114,16 +131,32 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "xpos_scale_base": ({"xpos_rel_pos": True}, 16),
     "rel_pos_buckets": ({"rel_pos_buckets": 8, "max_rel_pos": 20}, 16),
     "max_rel_pos": ({"rel_pos_buckets": 8, "max_rel_pos": 20}, 6),
+    "segment_length": (DILATED, [4, 16]),
+    "dilated_ratio": (DILATED, [1, 2]),
+    "dilated_head_offset": ({**DILATED, "dilated_ratio": [1, 2], **FOUR_HEADS}, "mod"),
+    "dilated_merge_gradient": (DILATED, "exact"),
     "deepnorm": ({}, True),
     "subln": ({}, True),
     "init": ({}, "torchscale"),
     "megatron_init_sigma": ({"init": "megatron"}, 0.1),
     "checkpoint_activations": ({}, True),
+    "moe_freq": (MOE, 1),
+    "moe_expert_count": (MOE, 3),
+    "moe_top1_expert": (MOE, True),
+    "moe_gate": (MOE, "xmoe"),
+    "use_xmoe": ({**MOE, "moe_gate": "xmoe"}, True),
+    "moe_gating_use_fp32": (MOE, False),
+    "moe_second_expert_policy": (MOE, "all"),
+    "moe_normalize_gate_prob_before_dropping": (MOE, True),
+    "moe_eval_capacity_token_fraction": (MOE, 0.25),
+    "moe_deterministic_eval": (MOE, False),
+    "moe_mask_padding": (MOE, False),
 }
 
 
-def behaviour(model: TransformerDecoder) -> tuple[Tensor, int | None, int]:
-    """Logits in training, the longest sequence, and how many tensors the backward pass keeps."""
+def behaviour(model: TransformerDecoder) -> tuple[list[Tensor], int | None, int]:
+    """Logits in training and, of padded samples in bfloat16, in evaluation; the longest sequence;
+    how many tensors the backward pass keeps."""
     kept = 0
 
     def count(tensor: Tensor) -> Tensor:
@@ -134,7 +167,11 @@ def behaviour(model: TransformerDecoder) -> tuple[Tensor, int | None, int]:
     torch.manual_seed(3)
     tokens = torch.arange(32)[None] % 19
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        logits = model(tokens).logits
+        logits = [model(tokens).logits]
+    model.eval()
+    padding = torch.arange(32)[None] < 20
+    with torch.autocast("cpu", torch.bfloat16):
+        logits.append(model(tokens, padding_mask_BT=padding).logits)
     return logits, model.max_positions(), kept
 
 
@@ -143,5 +180,5 @@ def test_every_flag_has_an_effect(name: str, make_model: Callable[..., Transform
     base, value = EFFECTS[name]
     before, longest, kept = behaviour(make_model(**base))
     after, longest_after, kept_after = behaviour(make_model(**{**base, name: value}))
-    same = torch.equal(before, after) and longest == longest_after
+    same = all(map(torch.equal, before, after)) and longest == longest_after
     assert not same or kept_after < kept

@@ -59,6 +59,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "subln": {"subln": True},
     "post_norm": {"encoder_normalize_before": False, "layernorm_embedding": True},
     "rms_glu": {"rms_norm": True, "glu": True},
+    "dilated": {"segment_length": [4, 8], "dilated_ratio": [1, 2], "rotary": True},
 }
 
 
@@ -179,6 +180,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "encoder_normalize_before": ({}, False),
     "normalize_output": ({}, False),
     "encoder_learned_pos": ({}, True),
+    "encoder_zero_keys": ({"segment_length": [4], "dilated_ratio": [1]}, True),
     "max_source_positions": ({"encoder_learned_pos": True}, 64),
     "share_encoder_input_output_embed": ({}, True),
     "no_output_layer": ({}, True),
@@ -223,6 +225,7 @@ def test_the_encoders_own_settings_are_all_listed_above() -> None:
         ({"max_source_positions": 0}, "--max-source-positions is 0"),
         ({"deepnorm": True, "encoder_normalize_before": True}, "remove --encoder-normalize-before"),
         ({"subln": True, "encoder_normalize_before": False}, "--no-encoder-normalize-before"),
+        ({"encoder_zero_keys": True}, "--encoder-zero-keys has no effect without"),
         (
             {"no_output_layer": True, "share_encoder_input_output_embed": True},
             "--no-output-layer and --share-encoder-input-output-embed exclude",

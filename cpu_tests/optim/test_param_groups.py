@@ -57,3 +57,16 @@ def test_a_pattern_without_a_match_is_refused(flag, options):
     params = {"embed.weight": nn.Parameter(torch.zeros(1))}
     with pytest.raises(ConfigError, match=rf"{flag} has '\*.embeed', which matches no parameter"):
         build_param_groups(params, weight_decay=0.1, **options)
+
+
+def test_stacked_vectors_of_experts_decay_as_little_as_single_ones():
+    parameters = {
+        "layers.0.ffn.experts.fc1_weight": nn.Parameter(torch.zeros(4, 3, 2)),
+        "layers.0.ffn.experts.fc1_bias": nn.Parameter(torch.zeros(4, 3)),
+        "layers.0.ffn.experts.inner_norm.weight": nn.Parameter(torch.zeros(4, 3)),
+        "layers.0.ffn.router.gate.expert_rows": nn.Parameter(torch.zeros(4, 3)),
+    }
+    made = build_param_groups(parameters, weight_decay=0.1)
+    decay = {name: g["weight_decay"] for g in made for name in g["names"]}
+    assert list(decay.values()) == [0.1, 0.1, 0.0, 0.0]
+    assert not any(decay[name] for name in decay if "bias" in name or "norm" in name)

@@ -1,4 +1,5 @@
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput
 from scalerun.data.loader import BatchLoader
 from scalerun.data.tokenizer_training import train_byte_level_bpe
 from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.models import ARCH_REGISTRY
 from scalerun.tasks.base_task import TASK_REGISTRY, setup_task
 from scalerun.tasks.streaming_language_modeling import StreamingLanguageModelingConfig
 
@@ -127,6 +129,19 @@ def test_masking_and_positions_reach_the_batches(make_task):
     assert batch.document_ids is not None
     assert batch.positions is not None
     assert batch.tokens.shape == (2, 32)
+
+
+def test_documents_are_masked_only_where_attention_can(make_task):
+    config = ARCH_REGISTRY.config_for("lm_tiny").replace(decoder_layers=1)
+    build = partial(
+        make_task(document_masking=True).build_model, seed=1, device=torch.device("cpu")
+    )
+    assert build(config).masks_documents
+    dilated = config.replace(segment_length=[4], dilated_ratio=[1])
+    with pytest.raises(ConfigError, match="--document-masking needs attention") as caught:
+        build(dilated)
+    assert "\n" not in str(caught.value)
+    make_task().build_model(dilated, seed=1, device=torch.device("cpu"))
 
 
 def test_the_report_tells_what_was_read_and_left_out_once(make_task, corpus, tmp_path):

@@ -26,7 +26,7 @@ from scalerun.optim.loss_scaler import DynamicLossScaler
 from scalerun.optim.lr_scheduler.base_lr_scheduler import build_lr_scheduler
 from scalerun.plugins import plugin_errors
 from scalerun.tasks.base_task import BaseTask, setup_task
-from scalerun.trainer import TrainerParts
+from scalerun.trainer_parts import TrainerParts
 
 logger = logging.getLogger(__name__)
 

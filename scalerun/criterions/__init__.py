@@ -1,6 +1,6 @@
 """Criterions: from a model and a batch to a loss sum."""
 
-from scalerun.criterions import cross_entropy
+from scalerun.criterions import cross_entropy, moe
 from scalerun.criterions.base_criterion import (
     CRITERION_REGISTRY,
     BaseCriterion,
@@ -15,5 +15,6 @@ __all__ = [
     "CriterionOutput",
     "build_criterion",
     "cross_entropy",
+    "moe",
     "register_criterion",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from scalerun.data.batch import Batch
 from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
+from scalerun.logging.metrics import Number
+from scalerun.modules.auxiliary import Auxiliary
 from scalerun.registry import Registry
 
 
@@ -23,9 +26,9 @@ class CriterionOutput:
     num_targets: int
     """Target positions of the batch."""
     aux_loss: Tensor | None = None
-    """Scalar that the model adds per batch, already weighted; None for most models."""
-    stats: dict[str, Tensor | float] = field(default_factory=dict)
-    """Further sums for the log, detached."""
+    """Scalar that is added for each target, already weighted; None for most models."""
+    stats: dict[str, Number | tuple[Number, Number]] = field(default_factory=dict)
+    """Further values for the log, detached; with a weight, or counted once."""
 
 
 class BaseCriterion(nn.Module, ABC):
@@ -42,6 +45,24 @@ class BaseCriterion(nn.Module, ABC):
     @abstractmethod
     def forward(self, model: nn.Module, batch: Batch) -> CriterionOutput:
         """Compute the loss sum of one batch; it may have no target at all."""
+
+    def with_reports(
+        self, output: CriterionOutput, reports: Sequence[Auxiliary]
+    ) -> CriterionOutput:
+        """The output with what the model's layers report beside their own.
+
+        To train without an auxiliary loss, or with one of a weight that nobody chose, would ruin a
+        model in silence, so only criterions that have a weight for it accept one in training.
+
+        Raises:
+            UserError: the model has an auxiliary loss and is being trained.
+        """
+        if reports and self.training:
+            raise UserError(
+                "the model has experts, whose balance loss this --criterion knows no weight for; "
+                "give --criterion moe_cross_entropy"
+            )
+        return output
 
 
 class Objective:

@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput, register_criterion
 from scalerun.data.batch import IGNORE_INDEX, Batch
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
-from scalerun.modules.auxiliary import mean_stats, total_loss
 
 CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**26}
 """Logits treated at a time: about a CPU's second-level cache; on a GPU, enough to fill it."""
@@ -31,11 +30,7 @@ class CrossEntropy(BaseCriterion):
         output = model(**batch.net_input())
         # Nobody else holds the logits, so their memory can become that of their gradient.
         loss_sum = cross_entropy_sum(output.logits, batch.targets, overwrite_logits=True)
-        aux_loss = total_loss(output.reports)
-        stats: dict[str, Tensor | float] = {}
-        if aux_loss is not None:
-            stats = {"aux_loss": aux_loss.detach(), **mean_stats(output.reports)}
-        return CriterionOutput(loss_sum, batch.num_targets, aux_loss, stats)
+        return self.with_reports(CriterionOutput(loss_sum, batch.num_targets), output.reports)
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, *, overwrite_logits: bool = False) -> Tensor:

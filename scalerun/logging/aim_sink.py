@@ -21,7 +21,7 @@ def import_aim() -> Any:
     try:
         import aim
     except ImportError as error:
-        raise ConfigError("--aim-repo needs the aim package: pip install scalerun[aim]") from error
+        raise ConfigError("--aim-repo needs the aim package: pip install aim") from error
     return aim
 
 

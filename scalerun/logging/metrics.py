@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,9 +12,12 @@ from torch import Tensor
 from scalerun.dataclass.errors import UserError
 
 Number: TypeAlias = Tensor | float
-"""A Python number, or a tensor of one element on any device."""
+"""A Python number, or a tensor on any device: one number, or many that are averaged each."""
 
-MetricsState: TypeAlias = dict[str, dict[str, list[float]]]
+Average: TypeAlias = float | list["Average"]
+"""What a record has of a tensor: a number, or a list as deep as the tensor has dimensions."""
+
+MetricsState: TypeAlias = dict[str, dict[str, list[Average]]]
 
 
 def perplexity(loss: float) -> float:
@@ -66,16 +69,16 @@ class Metrics:
         """Whether nothing was added to a mean since the last flush."""
         return not self._means
 
-    def flush(self, num_updates: int) -> dict[str, float]:
+    def flush(self, num_updates: int) -> dict[str, Any]:
         """Return ``num_updates``, the means and the last values, and start again from nothing.
 
-        A mean over no weight is NaN. Waits for the device once.
+        A mean over no weight is NaN; that of tensors with dimensions is a list. Waits for the
+        device once.
         """
-        host = self._sums_on_host()
-        record: dict[str, float] = {"num_updates": num_updates}
+        sums = self._sums_on_host()
+        record: dict[str, Any] = {"num_updates": num_updates}
         for i, name in enumerate(self._means):
-            total, weight = host[2 * i], host[2 * i + 1]
-            record[name] = total / weight if weight else math.nan
+            record[name] = _divide(sums[2 * i], sums[2 * i + 1])
         record.update(zip(self._last, _on_host(list(self._last.values())), strict=True))
         self._means.clear()
         self._last.clear()
@@ -99,8 +102,10 @@ class Metrics:
             UserError: the state was written by something else.
         """
         try:
-            self._means = {name: (pair[0], pair[1]) for name, pair in state["means"].items()}
-            self._last = {name: value[0] for name, value in state["last"].items()}
+            self._means = {
+                name: (_loaded(pair[0]), _loaded(pair[1])) for name, pair in state["means"].items()
+            }
+            self._last = {name: _loaded(value[0]) for name, value in state["last"].items()}
         except (KeyError, IndexError, AttributeError, TypeError) as error:
             raise UserError(
                 "the checkpoint's statistics cannot be read; start a new run from it: "
@@ -111,36 +116,58 @@ class Metrics:
         total, weight = _exact(total), _exact(weight)
         if name in self._means:
             old_total, old_weight = self._means[name]
+            if isinstance(old_total, Tensor) and isinstance(total, Tensor):
+                old_total = old_total.to(total.device)  # a loaded one is on the host
             total, weight = old_total + total, old_weight + weight
         self._means[name] = (total, weight)
 
-    def _sums_on_host(self) -> list[float]:
+    def _sums_on_host(self) -> list[Average]:
         numbers = [number for pair in self._means.values() for number in pair]
         if self._reduce is None or not numbers:
             return _on_host(numbers)
         device = next((n.device for n in numbers if isinstance(n, Tensor)), torch.device("cpu"))
-        vector = torch.stack(
-            [torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers]
-        )
-        return self._reduce(vector).tolist()
+        tensors = [torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers]
+        vector = self._reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+        return _split(vector, tensors)
 
 
 def _exact(number: Number) -> Number:
     """A float64 copy that no later in-place operation of the caller can change."""
     if isinstance(number, Tensor):
-        return number.detach().reshape(()).to(torch.float64, copy=True)
+        copy = number.detach().to(torch.float64, copy=True)
+        return copy.reshape(()) if copy.shape == (1,) else copy
     return float(number)
 
 
-def _on_host(numbers: Sequence[Number]) -> list[float]:
-    """All numbers as Python floats, with one transfer for each device involved."""
-    result = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
+def _loaded(saved: Average) -> Number:
+    if isinstance(saved, list):
+        return torch.tensor(saved, dtype=torch.float64)
+    return saved
+
+
+def _divide(total: Average, weight: Average) -> Average:
+    if isinstance(total, list):
+        return [_divide(each, weight) for each in total]
+    assert not isinstance(weight, list)
+    return total / weight if weight else math.nan
+
+
+def _on_host(numbers: Sequence[Number]) -> list[Average]:
+    """All numbers as Python floats or lists, with one transfer for each device involved."""
+    result: list[Average] = [0.0 if isinstance(n, Tensor) else float(n) for n in numbers]
     by_device: dict[torch.device, list[int]] = {}
     for i, number in enumerate(numbers):
         if isinstance(number, Tensor):
             by_device.setdefault(number.device, []).append(i)
     for indices in by_device.values():
-        stacked = torch.stack([torch.as_tensor(numbers[i]) for i in indices])
-        for i, value in zip(indices, stacked.tolist(), strict=True):
+        tensors = [torch.as_tensor(numbers[i]) for i in indices]
+        vector = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        for i, value in zip(indices, _split(vector, tensors), strict=True):
             result[i] = value
     return result
+
+
+def _split(vector: Tensor, like: Sequence[Tensor]) -> list[Average]:
+    """A vector cut into values of the given shapes, on the host."""
+    pieces = vector.cpu().split([tensor.numel() for tensor in like])
+    return [piece.view(one.shape).tolist() for piece, one in zip(pieces, like, strict=True)]

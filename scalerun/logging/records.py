@@ -35,6 +35,10 @@ _HIDDEN_IN_TRAIN = (
     "mfu",
     "peak_memory_gib",
     "peak_reserved_gib",
+    "expert1_balance_bottom",
+    "expert2_balance_bottom",
+    "expert2_balance_top",
+    "unused_expert2_count",
 )
 
 
@@ -113,12 +117,14 @@ def _show(key: str, value: RecordValue) -> str:
 
 
 def describe_record(record: Record) -> str:
-    """One line for people: rounded numbers, the most wanted first."""
+    """One line for people: rounded numbers, the most wanted first, no lists of averages."""
     kind = record.get("kind")
     title = record.get("subset") if kind == "valid" else record.get("event", kind)
     first = [key for key in _SHOWN_FIRST if key in record]
     hidden = _HIDDEN_IN_TRAIN if kind == "train" else _HIDDEN
     if record.get("loss_scale") == 1:
         hidden = (*hidden, "loss_scale")
+    if kind == "train":
+        hidden = (*hidden, *(key for key, value in record.items() if isinstance(value, list)))
     rest = [key for key in record if key not in _SHOWN_FIRST and key not in hidden]
     return " | ".join([str(title), *(_show(key, record[key]) for key in [*first, *rest])])

@@ -20,7 +20,7 @@ def import_tensorboard() -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ConfigError(
-            "--tensorboard-logdir needs the tensorboard package: pip install scalerun[tensorboard]"
+            "--tensorboard-logdir needs the tensorboard package: pip install tensorboard"
         ) from error
     return SummaryWriter
 

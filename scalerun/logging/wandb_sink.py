@@ -22,9 +22,7 @@ def import_wandb() -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise ConfigError(
-            "--wandb-project needs the wandb package: pip install scalerun[wandb]"
-        ) from error
+        raise ConfigError("--wandb-project needs the wandb package: pip install wandb") from error
     return wandb
 
 

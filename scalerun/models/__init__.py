@@ -2,11 +2,13 @@
 
 from scalerun.models import (
     beit3,
+    longnet,
     retnet,
     transformer_encoder,
     transformer_lm,
     transformer_mlm,
     transformer_mt,
+    xmoe,
 )
 from scalerun.models.base_decoder import BaseDecoder, DecoderOutput
 from scalerun.models.base_model import (
@@ -26,6 +28,7 @@ __all__ = [
     "DecoderOutput",
     "beit3",
     "build_model",
+    "longnet",
     "register_model",
     "register_model_architecture",
     "retnet",
@@ -33,4 +36,5 @@ __all__ = [
     "transformer_lm",
     "transformer_mlm",
     "transformer_mt",
+    "xmoe",
 ]

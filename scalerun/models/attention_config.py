@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import option
 from scalerun.models.block_config import BlockConfig
+from scalerun.models.dilation_config import DilationConfig
 from scalerun.models.stack import Axes, Stack
 
 XPOS_BASE = 512
@@ -16,10 +17,10 @@ XPOS_LARGEST_EXPONENT = 80.0
 
 
 @dataclass
-class AttentionConfig(BlockConfig):
+class AttentionConfig(BlockConfig, DilationConfig):
     """Attention, its positions, and the form of the per-token layers."""
 
-    free_settings = BlockConfig.free_settings | {"attention_dropout"}
+    free_settings = BlockConfig.free_settings | {"attention_dropout", "dilated_merge_gradient"}
 
     attention_dropout: float = option(0.0, "dropout on attention weights")
     rms_norm: bool = option(False, "RMSNorm in place of LayerNorm everywhere")
@@ -47,7 +48,9 @@ class AttentionConfig(BlockConfig):
         ):
             if value < low:
                 raise ConfigError(f"{flag} is {value}; give {low} or more")
+        self.check_dilation()
         self.check_sizes()
+        self.check_moe(self.stacks())
         for stack in self.stacks():
             for contradicts, message in ATTENTION_CONTRADICTIONS:
                 if contradicts(self, stack):
@@ -110,7 +113,7 @@ class AttentionConfig(BlockConfig):
             gain: DeepNorm's or SubLN's factor of initial weights.
         """
         return Axes(
-            mixer="attention",
+            mixer="dilated_attention" if self.segment_length else "attention",
             absolute_position=self.absolute_position(learned=learned),
             relative_position=self.relative_position,
             residual=self.residual(normalize_before),
@@ -153,6 +156,15 @@ ATTENTION_CONTRADICTIONS: tuple[tuple[Callable[[AttentionConfig, Stack], bool], 
         "--{stack.side}-attention-heads is {stack.head_dim}",
     ),
     (
+        lambda cfg, stack: bool(cfg.segment_length) and cfg.rel_pos_buckets > 0,
+        "--segment-length and --rel-pos-buckets exclude each other; give --rotary or "
+        "--xpos-rel-pos instead of a bias",
+    ),
+    (
+        lambda cfg, stack: stack.zero_keys and not cfg.segment_length,
+        "--encoder-zero-keys has no effect without --segment-length; add that or remove this",
+    ),
+    (
         lambda cfg, stack: not cfg.xpos_rel_pos and cfg.xpos_scale_base != XPOS_BASE,
         "--xpos-scale-base has no effect without --xpos-rel-pos; add that or remove this",
     ),
@@ -189,6 +201,10 @@ ATTENTION_CONTRADICTIONS: tuple[tuple[Callable[[AttentionConfig, Stack], bool], 
         ),
         "--{stack.side}-learned-pos and --no-token-positional-embeddings exclude each other; "
         "give one of them",
+    ),
+    (
+        lambda cfg, stack: cfg.glu and cfg.moe_freq == 1,
+        "--glu has no effect with --moe-freq 1, since experts are not gated; remove one of them",
     ),
     (
         lambda cfg, stack: (

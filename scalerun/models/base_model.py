@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -141,7 +141,7 @@ class ArchRegistry:
 
 ARCH_REGISTRY = ArchRegistry()
 
-Preset = Callable[[], ScalerunDataclass]
+Preset = TypeVar("Preset", bound=Callable[[], ScalerunDataclass])
 
 
 def register_model_architecture(model_name: str, arch_name: str) -> Callable[[Preset], Preset]:

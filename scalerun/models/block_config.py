@@ -7,16 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from scalerun.dataclass.errors import ConfigError
-from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
+from scalerun.dataclass.scalerun_dataclass import option
+from scalerun.models.moe_config import MOE_FREE_SETTINGS, MoEConfig
 
 MEGATRON_SIGMA = 0.006
 
 
 @dataclass
-class BlockConfig(ScalerunDataclass):
-    """Rates, norms and initial weights."""
+class BlockConfig(MoEConfig):
+    """Rates, norms, initial weights, and which layers have experts."""
 
-    free_settings = frozenset(
+    free_settings = MOE_FREE_SETTINGS | frozenset(
         {
             "dropout",
             "no_emb_dropout",

@@ -16,11 +16,16 @@ from scalerun.models.init_schemes import ModelInit
 from scalerun.models.stack import Stack
 from scalerun.modules.attention import Attention, CrossAttention
 from scalerun.modules.block import TransformerBlock
+from scalerun.modules.dilated_attention import DilatedAttention
 from scalerun.modules.drop_path import drop_path_rate_of_layer
 from scalerun.modules.embedding import InputEmbedding, TokenEmbedding
 from scalerun.modules.feed_forward import GLU, Activation, FeedForward, PerToken
 from scalerun.modules.linear import Linear
 from scalerun.modules.mixer import Mixer
+from scalerun.modules.moe.experts import Experts, StackedNorm
+from scalerun.modules.moe.gates import GATES
+from scalerun.modules.moe.moe_layer import MoELayer
+from scalerun.modules.moe.router import Router
 from scalerun.modules.multiway import Multiway, MultiwayPerToken, MultiwayPositions
 from scalerun.modules.norm import LayerNorm, RMSNorm
 from scalerun.modules.positions.base_position import AbsolutePosition, BasePosition
@@ -105,7 +110,7 @@ class StackParts(ABC):
         """The per-token part of a layer (from 0)."""
         if self.stack.multiway:
             return MultiwayPerToken(self.dense_ffn(), self.dense_ffn())
-        return self.dense_ffn()
+        return self.moe_layer() if self.cfg.is_moe_layer(layer) else self.dense_ffn()
 
     def dense_ffn(self) -> PerToken:
         """A feed-forward layer that all tokens go through."""
@@ -118,6 +123,36 @@ class StackParts(ABC):
             activation_dropout=self.cfg.activation_dropout,
             inner_norm=self.one_norm(self.stack.ffn_dim) if self.axes.inner_norm else None,
         )
+
+    def moe_layer(self) -> MoELayer:
+        """A layer whose tokens go to experts: feed-forward layers, whatever the dense ones are."""
+        cfg, dim, ffn_dim = self.cfg, self.stack.dim, self.stack.ffn_dim
+        num_experts, rms = cfg.moe_expert_count, self.axes.norm == "rms_norm"
+        norm = StackedNorm(num_experts, ffn_dim, eps=cfg.layernorm_eps, rms=rms)
+        experts = Experts(
+            num_experts,
+            dim,
+            ffn_dim,
+            init=self.weights.ffn,
+            activation=ACTIVATIONS[cfg.activation_fn],
+            activation_dropout=cfg.activation_dropout,
+            dropout=cfg.dropout,
+            inner_norm=norm if cfg.subln else None,
+        )
+        gate = GATES[cfg.gate_name()](dim, num_experts, init=self.weights.gate)
+        return MoELayer(
+            Router(gate, cfg.gating()),
+            experts,
+            mask_padding=cfg.moe_mask_padding,
+            time_major=self.stack.side == "encoder",
+        )
+
+    def ffn_residual(self, layer: int) -> Residual:
+        """What surrounds the per-token part of a layer (from 0); experts have their own dropout."""
+        residual = self.residual(layer)
+        if self.cfg.is_moe_layer(layer):
+            residual.dropout = 0.0
+        return residual
 
     def residual(self, layer: int) -> Residual:
         """What surrounds each branch of a layer (from 0)."""
@@ -142,7 +177,7 @@ class StackParts(ABC):
             self.mixer(layer),
             self.ffn(layer),
             mixer_residual=self.residual(layer),
-            ffn_residual=self.residual(layer),
+            ffn_residual=self.ffn_residual(layer),
             cross_mixer=cross_mixer,
             cross_residual=None if cross_mixer is None else self.residual(layer),
         )
@@ -221,6 +256,17 @@ class TransformerParts(StackParts):
                     self.stack.dim,
                     self.stack.num_heads,
                     init=self.weights.attention,
+                    dropout=self.cfg.attention_dropout,
+                    inner_norm=self.norm(self.stack.dim) if self.axes.inner_norm else None,
+                    multiway=self.stack.multiway,
+                )
+            case "dilated_attention":
+                return DilatedAttention(
+                    self.stack.dim,
+                    self.stack.num_heads,
+                    init=self.weights.attention,
+                    dilation=self.cfg.dilation(zero_keys=self.stack.zero_keys),
+                    merge_gradient=self.cfg.dilated_merge_gradient,
                     dropout=self.cfg.attention_dropout,
                     inner_norm=self.norm(self.stack.dim) if self.axes.inner_norm else None,
                     multiway=self.stack.multiway,

@@ -22,12 +22,15 @@ class ModelInit:
     positions: Initializer
     relative_bias: Initializer
     output: LinearInit
+    gate: Initializer
+    """What a mixture's tokens are multiplied with to choose experts."""
 
 
 def paper(dim: int, *, gain: float, padding_idx: int | None) -> ModelInit:
     """Xavier-normal with ``gain`` for value, output and feed-forward weights, 1 for q and k.
 
-    Biases are 0; embeddings and learned positions are N(0, 1 / dim). The gain is DeepNorm's beta
+    Biases are 0; embeddings and learned positions are N(0, 1 / dim); gates start uniform within
+    ``1 / sqrt(dim)``. The gain is DeepNorm's beta
     (arXiv:2203.00555, figure 2), SubLN's gamma (arXiv:2210.06423, figure 2), or 1.
     """
     plain = LinearInit(xavier_normal(1.0), zeros)
@@ -39,6 +42,7 @@ def paper(dim: int, *, gain: float, padding_idx: int | None) -> ModelInit:
         positions=normal(dim**-0.5),
         relative_bias=normal(0.02),
         output=LinearInit(normal(dim**-0.5), zeros),
+        gate=uniform(dim**-0.5),
     )
 
 
@@ -61,6 +65,7 @@ def torchscale(dim: int, ffn_dim: int, *, gain: float, padding_idx: int | None) 
         positions=normal(1.0),
         relative_bias=normal(1.0),
         output=LinearInit(normal(dim**-0.5), zeros),
+        gate=uniform(dim**-0.5),
     )
 
 
@@ -78,6 +83,7 @@ def bert(*, gain: float, padding_idx: int | None) -> ModelInit:
         positions=normal(BERT_SIGMA),
         relative_bias=normal(BERT_SIGMA),
         output=plain,
+        gate=normal(BERT_SIGMA),
     )
 
 
@@ -96,4 +102,5 @@ def megatron(num_layers: int, *, sigma: float, padding_idx: int | None) -> Model
         positions=draw,
         relative_bias=draw,
         output=plain,
+        gate=draw,
     )

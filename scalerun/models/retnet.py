@@ -92,6 +92,7 @@ class RetNetConfig(BlockConfig):
         for contradicts, message in CONTRADICTIONS:
             if contradicts(self):
                 raise ConfigError(message.format(cfg=self))
+        self.check_moe(self.stacks())
 
     def stacks(self) -> list[Stack]:
         """The stacks of the model."""
@@ -142,9 +143,9 @@ CONTRADICTIONS: tuple[tuple[Callable[[RetNetConfig], bool], str], ...] = (
         "this",
     ),
     (
-        lambda cfg: cfg.subln,
-        "--subln has no effect on a RetNet, whose heads are normed and whose feed-forward layers "
-        "are gated; remove it",
+        lambda cfg: cfg.subln and cfg.moe_freq == 0,
+        "--subln has no effect on a RetNet without experts, whose heads are normed and whose "
+        "feed-forward layers are gated; remove it or add --moe-freq",
     ),
 )
 """Every combination that makes no sense, and the sentence that says so."""

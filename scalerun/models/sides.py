@@ -28,6 +28,10 @@ class EncoderSide(ScalerunDataclass):
         True, "norm after the last block of an encoder that norms before each branch"
     )
     encoder_learned_pos: bool = option(False, "learned absolute positions in the encoder")
+    encoder_zero_keys: bool = option(
+        False,
+        "LongNet: the encoder also reads the zeros that fill up the last segment, as in TorchScale",
+    )
     max_source_positions: int = option(1024, "longest sequence of the encoder, in tokens")
 
 

@@ -50,6 +50,8 @@ class Stack:
     """A norm after the last block."""
     cross_attention: bool = False
     """Each block also attends to an encoder's output."""
+    zero_keys: bool = False
+    """Dilated attention counts what fills up the last segment as keys, as TorchScale does."""
     multiway: bool = False
     """Each block has a half of its own for either of two kinds of tokens."""
 

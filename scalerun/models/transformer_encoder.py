@@ -97,6 +97,7 @@ def encoder_stack(
         tied_output=tied_output,
         final_norm=axes.residual == "pre_norm" and side.normalize_output,
         multiway=multiway,
+        zero_keys=side.encoder_zero_keys,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from scalerun.dataclass.errors import ConfigError
+from scalerun.modules.moe.experts import is_expert_parameter
 
 
 def build_param_groups(
@@ -22,9 +23,10 @@ def build_param_groups(
     """Split parameters into groups for a ``torch.optim`` optimizer.
 
     A parameter with fewer than two dimensions (a bias, the gain of a norm) does not decay, unless
-    ``decay_all`` is set; one whose name matches a pattern of ``decay_exclude`` never does. The
-    first pattern of ``lr_scale`` that matches a name decides its factor, 1 without a match.
-    Patterns are shell-style: ``*`` stands for any characters, dots included.
+    ``decay_all`` is set; the dimension over which experts are stacked does not count. One whose
+    name matches a pattern of ``decay_exclude`` never decays. The first pattern of ``lr_scale`` that
+    matches a name decides its factor, 1 without a match. Patterns are shell-style: ``*`` stands for
+    any characters, dots included.
 
     Returns:
         Groups with the keys ``params``, ``names``, ``weight_decay`` and ``lr_scale``, in order of
@@ -38,7 +40,7 @@ def build_param_groups(
     _check_patterns("--lr-scale", tuple(lr_scale), named_params)
     groups: dict[tuple[bool, float], dict[str, Any]] = {}
     for name, param in named_params.items():
-        decays = decay_all or param.ndim >= 2
+        decays = decay_all or param.ndim - is_expert_parameter(name) >= 2
         if any(fnmatchcase(name, pattern) for pattern in decay_exclude):
             decays = False
         scale = next((f for pattern, f in lr_scale.items() if fnmatchcase(name, pattern)), 1.0)

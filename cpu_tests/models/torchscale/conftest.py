@@ -98,6 +98,12 @@ def golden_tensors() -> Callable[[dict[str, tuple[int, ...]]], dict[str, Tensor]
 
 
 @pytest.fixture
+def fill_golden() -> Callable[..., Tensor]:
+    """One tensor of a state dict, from its key and its shape."""
+    return golden_tensor
+
+
+@pytest.fixture
 def golden_tokens() -> Tensor:
     """(2, 13) token numbers below 23."""
     b, t = torch.arange(2)[:, None], torch.arange(13)[None]

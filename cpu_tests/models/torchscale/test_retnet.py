@@ -164,7 +164,6 @@ def test_each_version_has_its_denominators(golden_state: State, golden_tokens: T
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"moe_freq": 2}, "moe_freq"),
         ({"multiway": True}, "multiway"),
         ({"no_output_layer": True}, "no_output_layer"),
         ({"decoder_attention_heads": 4}, "no field 'decoder_attention_heads'"),
@@ -222,3 +221,24 @@ def test_a_tied_projection_must_equal_the_embedding(golden_state: State) -> None
         load_retnet(fields, state, version="main")
     state["output_projection.weight"] = state["embed_tokens.weight"].clone()
     assert load_retnet(fields, state, version="main").output_projection is None
+
+
+def test_experts_are_loaded(golden_state: State, golden_tokens: Tensor) -> None:
+    fields = {**SIZES, "moe_freq": 3, "moe_expert_count": 2, "subln": False}
+    state = {k: v for k, v in golden_state.items() if not k.startswith("layers.2.ffn.")}
+    dim, ffn = SIZES["decoder_embed_dim"], SIZES["decoder_ffn_embed_dim"]
+    draw = torch.Generator().manual_seed(1)
+    for j in range(2):
+        for name, shape in (
+            ("fc1.weight", (ffn, dim)),
+            ("fc1.bias", (ffn,)),
+            ("fc2.weight", (dim, ffn)),
+            ("fc2.bias", (dim,)),
+        ):
+            key = f"layers.2.moe_layer.experts.{j}.{name}"
+            state[key] = torch.randn(shape, generator=draw)
+    state["layers.2.moe_layer.gate.wg.weight"] = torch.randn(2, dim, generator=draw)
+    model = load_retnet(fields, state, version="main").eval()
+    stacked = model.state_dict()["layers.2.ffn.experts.fc1_weight"]
+    assert torch.equal(stacked[1], state["layers.2.moe_layer.experts.1.fc1.weight"])
+    assert model(golden_tokens).logits.isfinite().all()

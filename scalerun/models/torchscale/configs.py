@@ -165,9 +165,12 @@ def as_config(
     """A configuration from itself or from its fields.
 
     Raises:
-        ConfigError: a field or the version is not known.
+        ConfigError: a field or the version is not known, or the version has no such field.
     """
     if version not in VERSIONS:
         choices = ", ".join(VERSIONS)
         raise ConfigError(f"TorchScale version {version!r} is not known (choices: {choices})")
-    return kind.from_fields(given) if isinstance(given, Mapping) else given
+    cfg = kind.from_fields(given) if isinstance(given, Mapping) else given
+    if version != "main" and isinstance(cfg, AttentionFields) and cfg.segment_length:
+        raise ConfigError("TorchScale 0.3.0 has no segment_length; it came with version main")
+    return cfg

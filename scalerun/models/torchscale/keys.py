@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from scalerun.dataclass.errors import UserError
+from scalerun.models.torchscale.moe import GATE_RENAMES, stack_experts
 from scalerun.modules.positions.xpos import pair_scales
 
 HALF = r"((?:\.[AB])?)"
@@ -56,6 +57,7 @@ RENAMES = (
         rf"layers\.(\d+)\.final_layer_norm{HALF}\.(weight|bias)",
         r"layers.\1.ffn_residual.norm\2.\3",
     ),
+    *GATE_RENAMES,
 )
 SINUSOIDAL_KEY = "embed_positions._float_tensor"
 
@@ -66,8 +68,8 @@ def convert_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         UserError: a key is not one of a stack's, or a stored XPos table has other values.
     """
-    converted: dict[str, Tensor] = {}
-    for key, tensor in state.items():
+    dense, converted = stack_experts(state)
+    for key, tensor in dense.items():
         if key == SINUSOIDAL_KEY:
             continue
         if re.fullmatch(r"layers\.\d+\.self_attn\.xpos\.scale", key):

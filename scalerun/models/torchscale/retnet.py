@@ -1,7 +1,4 @@
-"""TorchScale's RetNet: its configuration, its state-dict keys, and models from them.
-
-Only dense ones; anything else is refused rather than guessed.
-"""
+"""TorchScale's RetNet: its configuration, its state-dict keys, and models from them."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from scalerun.models.retnet import MODEL, RetNetLM
 from scalerun.models.retnet import RetNetConfig as OurConfig
 from scalerun.models.torchscale.configs import OVERRIDDEN, SharedConfig, as_config
 from scalerun.models.torchscale.loader import Translation, drop_tied
+from scalerun.models.torchscale.moe import GATE_RENAMES, moe_settings, stack_experts
 from scalerun.modules.init import initialize
 from scalerun.modules.retention_decay import angles, log_decays
 
@@ -61,6 +59,7 @@ RENAMES = (
     (r"layers\.(\d+)\.retention_layer_norm\.weight", r"layers.\1.mixer_residual.norm.weight"),
     (r"layers\.(\d+)\.ffn\.(fc1|gate|fc2)\.weight", r"layers.\1.ffn.\2.weight"),
     (r"layers\.(\d+)\.final_layer_norm\.weight", r"layers.\1.ffn_residual.norm.weight"),
+    *GATE_RENAMES,
 )
 
 TABLES: dict[str, Callable[[int], Tensor]] = {
@@ -98,10 +97,11 @@ def retnet_config(given: RetNetConfig, *, version: str) -> OurConfig:
     Raises:
         ConfigError: sizes do not fit together, or a setting has no form here.
     """
-    for name in ("moe_freq", "multiway", "no_output_layer"):
+    for name in ("multiway", "no_output_layer"):
         if getattr(given, name):
             raise ConfigError(f"TorchScale's {name} has no form for a RetNet; leave it out")
-    settings = {name: getattr(given, name) for name in SAME}
+    settings = {name: getattr(given, name) for name in SAME} | moe_settings(given)
+    settings["subln"] = given.subln and "moe_freq" in settings
     if given.chunkwise_recurrent:
         settings["recurrent_chunk_size"] = given.recurrent_chunk_size
     before = bool(given.decoder_normalize_before)
@@ -176,10 +176,10 @@ def convert_retnet_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors under our names; tables that we compute are dropped.
 
     Raises:
-        UserError: a key is not one of a dense RetNet's, or a stored table has other values.
+        UserError: a key is not one of a RetNet's, or a stored table has other values.
     """
-    converted: dict[str, Tensor] = {}
-    for key, tensor in state.items():
+    rest, converted = stack_experts(state)
+    for key, tensor in rest.items():
         if re.fullmatch(r"layers\.\d+\.retention\.q_proj\.bias", key):
             raise UserError(
                 f"the state dict has {key}: it is of a RetNet from before September 2023, with "
@@ -197,7 +197,7 @@ def _renamed(key: str) -> str:
         match = re.fullmatch(pattern, key)
         if match:
             return match.expand(name)
-    raise UserError(f"the state dict has {key}, which no dense TorchScale RetNet has")
+    raise UserError(f"the state dict has {key}, which no TorchScale RetNet has")
 
 
 def _on_meta(cfg: OurConfig, vocab_size: int, padding_idx: int | None) -> RetNetLM:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scalerun.dataclass.errors import ConfigError
+from scalerun.dataclass.literals import SettingType
 from scalerun.models.attention_config import XPOS_BASE
 from scalerun.models.beit3 import BEiT3Config
 from scalerun.models.torchscale.configs import (
@@ -14,6 +15,7 @@ from scalerun.models.torchscale.configs import (
     EncoderConfig,
     EncoderDecoderConfig,
 )
+from scalerun.models.torchscale.moe import moe_settings
 from scalerun.models.transformer_config import TransformerConfig
 from scalerun.models.transformer_encoder import TransformerEncoderConfig
 from scalerun.models.transformer_mlm import TransformerMLMConfig
@@ -35,6 +37,8 @@ SHARED = (
     "checkpoint_activations",
     "xpos_rel_pos",
     "xpos_scale_base",
+    "segment_length",
+    "dilated_ratio",
 )
 ENCODER = (
     "encoder_embed_dim",
@@ -54,6 +58,7 @@ DECODER = (
 )
 IMAGE = ("img_size", "patch_size", "in_chans")
 """Fields that mean the same here."""
+LISTS = ("segment_length", "dilated_ratio")
 KEPT = {"keep_norm_placement": True}
 
 
@@ -133,6 +138,10 @@ def _settings(
 ) -> dict[str, Any]:
     """What all kinds of models have in common, and the fields ``own`` of this kind."""
     copied = {name: getattr(given, name) for name in SHARED + own}
+    copied |= {name: _numbers(name, copied[name]) for name in LISTS}
+    if "encoder" in sides:
+        # main, the version with LongNet, counts what fills up an encoder's last segment.
+        copied["encoder_zero_keys"] = version == "main" and bool(given.segment_length)
     # TorchScale ignores these; here a setting without effect is refused.
     if not copied["xpos_rel_pos"]:
         copied["xpos_scale_base"] = XPOS_BASE
@@ -158,12 +167,19 @@ def _placed_norms(given: AttentionFields, sides: tuple[str, ...], version: str) 
     return {f"{side}_normalize_before": before for side, before in placed.items()} | kept
 
 
+def _numbers(name: str, value: str | list[int] | None) -> list[int]:
+    """A list that TorchScale may have as text."""
+    if not isinstance(value, str):
+        return list(value or ())
+    try:
+        numbers: list[int] = SettingType(int, list).parse(value)
+    except ValueError as error:
+        raise ConfigError(f"TorchScale's {name} is {value!r}: {error}") from None
+    return numbers
+
+
 def _options(given: AttentionFields) -> dict[str, Any]:
     """Settings whose name or form differs, and refusal of what there is no form for."""
-    if given.moe_freq:
-        raise ConfigError(f"TorchScale's moe_freq={given.moe_freq} is not a dense model")
-    if given.segment_length or given.dilated_ratio:
-        raise ConfigError("TorchScale's segment_length is not plain attention")
     if given.seq_parallel:
         raise ConfigError("TorchScale's seq_parallel belongs to the trainer; leave it out")
-    return {"init": "bert" if given.bert_init else "torchscale"}
+    return {"init": "bert" if given.bert_init else "torchscale", **moe_settings(given)}

@@ -1,0 +1,90 @@
+"""TorchScale's mixtures of experts: their settings, and their experts stacked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scalerun.dataclass.errors import UserError
+from scalerun.models.torchscale.configs import SharedConfig
+
+GATE_RENAMES = (
+    (r"layers\.(\d+)\.moe_layer\.gate\.wg\.(weight)", r"layers.\1.ffn.router.gate.\2"),
+    (
+        r"layers\.(\d+)\.moe_layer\.gate\.wg_reduction\.weight",
+        r"layers.\1.ffn.router.gate.reduction",
+    ),
+    (r"layers\.(\d+)\.moe_layer\.gate\.wg", r"layers.\1.ffn.router.gate.expert_rows"),
+)
+MOE = (
+    "moe_freq",
+    "moe_expert_count",
+    "moe_top1_expert",
+    "moe_gating_use_fp32",
+    "moe_eval_capacity_token_fraction",
+    "moe_second_expert_policy",
+    "moe_normalize_gate_prob_before_dropping",
+    "use_xmoe",
+)
+"""Fields that mean the same here."""
+EXPERT_KEY = re.compile(
+    r"layers\.(\d+)\.moe_layer\.experts\.(\d+)\.(fc1|fc2|ffn_layernorm)\.(weight|bias)"
+)
+
+
+def moe_settings(given: SharedConfig) -> dict[str, Any]:
+    """Our settings for TorchScale's: padding takes places, and evaluation draws second experts.
+
+    X-MoE is spelled out, since a configuration whose fields were set one by one need not have what
+    ``use_xmoe`` implies.
+    """
+    layers = max(getattr(given, f"{side}_layers", 0) for side in ("encoder", "decoder"))
+    if not 0 < given.moe_freq <= layers:
+        return {}
+    settings: dict[str, Any] = {
+        "moe_freq": given.moe_freq,
+        "moe_expert_count": given.moe_expert_count,
+        "moe_top1_expert": given.moe_top1_expert,
+        "moe_gate": "xmoe" if given.use_xmoe else "linear",
+        "moe_gating_use_fp32": given.moe_gating_use_fp32,
+        "moe_eval_capacity_token_fraction": given.moe_eval_capacity_token_fraction,
+        "moe_mask_padding": False,
+    }
+    if not given.moe_top1_expert:
+        policy = given.moe_second_expert_policy
+        normalize = given.moe_normalize_gate_prob_before_dropping
+        settings |= {
+            "moe_second_expert_policy": policy,
+            "moe_normalize_gate_prob_before_dropping": normalize,
+            "moe_deterministic_eval": policy == "all",
+        }
+    return settings
+
+
+def stack_experts(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The state dict without its experts, and these under our names, in the order of their numbers.
+
+    Raises:
+        UserError: an expert is missing, or shaped unlike the others.
+    """
+    rest: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for key, tensor in state.items():
+        match = EXPERT_KEY.fullmatch(key)
+        if match is None:
+            rest[key] = tensor
+            continue
+        layer, number, part, kind = match.groups()
+        name = f"inner_norm.{kind}" if part == "ffn_layernorm" else f"{part}_{kind}"
+        experts.setdefault(f"layers.{layer}.ffn.experts.{name}", {})[int(number)] = tensor
+    stacked = {}
+    for name, by_number in experts.items():
+        tensors = [by_number[number] for number in sorted(by_number)]
+        if max(by_number) != len(tensors) - 1 or len({t.shape for t in tensors}) > 1:
+            raise UserError(f"the state dict's experts of {name} are not all there, or differ")
+        stacked[name] = torch.stack(tensors)
+    return rest, stacked

@@ -1,0 +1,37 @@
+"""X-MoE: decoders whose every second layer has experts.
+
+Source: Chi et al. 2022, arXiv:2204.09179. The plain block's feed-forward layer becomes a mixture of
+experts of the same shape, of which two see each token; the gate compares tokens and experts in a
+small space. The presets have TorchScale's form of that gate, whose comparison is no cosine; with
+``--moe-gate xmoe_cosine`` they have the paper's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scalerun.models.base_model import register_model_architecture
+from scalerun.models.transformer_config import TransformerConfig
+from scalerun.models.transformer_lm import MODEL, lm_base, lm_tiny
+
+XMOE: dict[str, Any] = {
+    "moe_freq": 2,
+    "moe_second_expert_policy": "random",
+    "moe_normalize_gate_prob_before_dropping": True,
+    "moe_gating_use_fp32": True,
+    "moe_eval_capacity_token_fraction": -1.0,
+    "use_xmoe": True,
+}
+"""The settings of TorchScale's documented X-MoE commands."""
+
+
+@register_model_architecture(MODEL, "xmoe_tiny")
+def xmoe_tiny() -> TransformerConfig:
+    """``lm_tiny`` with 8 experts in every second layer: 2.7 million parameters (264 symbols)."""
+    return lm_tiny().replace(**XMOE, moe_expert_count=8)
+
+
+@register_model_architecture(MODEL, "xmoe_base")
+def xmoe_base() -> TransformerConfig:
+    """``lm_base`` with 64 experts in every second layer, as TorchScale's BERT example has them."""
+    return lm_base().replace(**XMOE, moe_expert_count=64)

@@ -1,0 +1,1 @@
+"""Mixtures of experts: which expert sees which token, and the experts themselves."""
