@@ -6,14 +6,14 @@ B batch, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -178,7 +178,7 @@ def check(
     Args:
         run: what TorchScale's model computes.
     """
-    theirs, exact = run(model), run(copy.deepcopy(model).double())
+    theirs, exact = run(model), run(model.double())
     assert ours is not None
     assert ours.shape == theirs.shape
     if padding is not None:
@@ -347,4 +347,56 @@ def test_retnets_agree(case: Case, values: int, chunk_size: int | None, tied: bo
     def run(model: nn.Module) -> Tensor:
         return model(tokens)[0]
 
+    check(ours(tokens).logits, run, model)
+
+
+@pytest.fixture(scope="module")
+def one_process() -> Iterator[None]:
+    """What TorchScale's experts need: a process group, and a histogram of whole numbers."""
+    histc = torch.histc
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    # On a CPU torch counts real numbers only.
+    torch.histc = lambda numbers, *args, **kwargs: histc(numbers.float(), *args, **kwargs)  # type: ignore[assignment]
+    yield
+    torch.histc = histc
+    dist.destroy_process_group()
+
+
+@st.composite
+def experts(draw: st.DrawFn) -> dict[str, Any]:
+    """Settings of layers of experts; each stack has one such layer at least."""
+    return {
+        "moe_freq": draw(st.integers(1, 2)),
+        "moe_expert_count": draw(st.integers(2, 6)),
+        "moe_top1_expert": draw(st.booleans()),
+        "use_xmoe": draw(st.booleans()),
+        "moe_second_expert_policy": draw(st.sampled_from(("all", "random", "sampling"))),
+        "moe_normalize_gate_prob_before_dropping": draw(st.booleans()),
+        "moe_eval_capacity_token_fraction": draw(st.sampled_from((-1.0, 0.25, 1.0))),
+    }
+
+
+@given(st.sampled_from(("encoder", "decoder")), experts(), st.data())
+@settings(max_examples=30)
+@torch.no_grad()
+def test_experts_agree(
+    one_process: None, side: str, settings: dict[str, Any], data: st.DataObject
+) -> None:
+    case = data.draw(cases(side))
+    case.fields |= settings | {f"{side}_layers": 2}
+    case.version = "0.3.0"  # override leaves out what use_xmoe implies
+    kind, config = {"encoder": (Encoder, EncoderConfig), "decoder": (Decoder, DecoderConfig)}[side]
+    cfg = case.config(config)
+    model = filled(kind(cfg, **tables(case, getattr(cfg, f"{side}_embed_dim"))), case.seed)
+    load = {"encoder": load_encoder, "decoder": load_decoder}[side]
+    ours: Any = load(case.fields, model.state_dict(), version=case.version).eval()
+    tokens = case.tokens()
+
+    def run(model: nn.Module) -> Tensor:
+        # Both draw one number for each token and layer, also when they evaluate.
+        torch.manual_seed(case.seed)
+        output = model(tokens)
+        return output["encoder_out"] if side == "encoder" else output[0]
+
+    torch.manual_seed(case.seed)
     check(ours(tokens).logits, run, model)
