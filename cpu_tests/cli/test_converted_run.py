@@ -38,6 +38,22 @@ def test_equal_weights_with_other_logits_are_noticed():
         compare(model, other)
 
 
+def test_gates_that_draw_draw_alike():
+    (cfg, _), cpu = small(), torch.device("cpu")
+    cfg = cfg.replace(
+        moe_freq=1,
+        moe_expert_count=4,
+        moe_second_expert_policy="sampling",
+        moe_deterministic_eval=False,
+    )
+    models = [
+        build_model(cfg, vocab_size=264, padding_idx=None, seed=1, device=cpu) for _ in range(2)
+    ]
+    tokens = torch.arange(16).unsqueeze(0)
+    assert not torch.equal(models[0].eval()(tokens).logits, models[0](tokens).logits)
+    compare(*models)
+
+
 def test_a_checkpoint_that_is_not_what_was_converted_is_taken_away(tmp_path, monkeypatch):
     cfg, model = small()
     monkeypatch.setattr(converted_run, "load_model", lambda path: small(seed=2)[1])

@@ -22,9 +22,10 @@ from scalerun.dataclass.parser import parse_config
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.dataclass.yaml_config import read_yaml
 from scalerun.logging.console import setup_logging
+from scalerun.models.torchscale.expert_files import read_checkpoint
 from scalerun.models.torchscale.recognition import Recognized, recognize
 from scalerun.models.torchscale.settling import Settled, settle
-from scalerun.models.torchscale.weight_file import WeightFile, read_weight_file
+from scalerun.models.torchscale.weight_file import WeightFile
 
 logger = logging.getLogger("scalerun.cli.convert")  # also when run as __main__
 
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging()
     output = Path(cfg.output)
     refuse_full_folder(output)
-    file = read_weight_file(Path(cfg.path), allow_namespace=cfg.allow_namespace)
+    file = read_checkpoint(Path(cfg.path), allow_namespace=cfg.allow_namespace)
     given = given_fields(cfg, file)
     found = recognize(file.state, given)
     report_file(file, found)

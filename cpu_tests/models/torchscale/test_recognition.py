@@ -75,14 +75,7 @@ def test_image_embeddings_make_a_beit3(golden_state: StateMaker, prefix: str) ->
     assert set(found.state) == {key.removeprefix(prefix) for key in state}
 
 
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        ("decoder.layers.0.moe_layer.gate.wg", "layers of experts"),
-        ("transformer.h.0.weight", "begin with transformer"),
-    ],
-)
-def test_other_models_are_refused(golden_state: StateMaker, key: str, message: str) -> None:
-    state = golden_state(side="decoder", prefix="decoder.") | {key: torch.ones(1)}
-    with pytest.raises(UserError, match=message):
-        recognize(state)
+def test_other_models_are_refused(golden_state: StateMaker) -> None:
+    state = golden_state(side="decoder", prefix="decoder.")
+    with pytest.raises(UserError, match="begin with transformer"):
+        recognize(state | {"transformer.h.0.weight": torch.ones(1)})

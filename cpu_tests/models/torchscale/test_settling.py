@@ -210,3 +210,50 @@ def test_a_retnet_depends_on_the_version() -> None:
         settled.translation.build()
     with pytest.raises(UserError, match="decoder_layers 1, but the configuration gives 2"):
         settle(found, given | {"deepnorm": False, "decoder_layers": 2}, version="main")
+
+
+def with_experts(state: dict[str, Tensor], *, xmoe: bool) -> dict[str, Tensor]:
+    """The state dict with two experts in place of the second layer's feed-forward layer."""
+    found = {}
+    for key, tensor in state.items():
+        if ".layers.1.ffn." in key:
+            for number in "01":
+                found[key.replace("ffn", f"moe_layer.experts.{number}", 1)] = tensor
+        else:
+            found[key] = tensor
+    gate = "decoder.layers.1.moe_layer.gate"
+    if xmoe:
+        return found | {
+            f"{gate}.wg": torch.ones(2, 16),
+            f"{gate}.wg_reduction.weight": torch.ones(16, 32),
+        }
+    return found | {f"{gate}.wg.weight": torch.ones(2, 32)}
+
+
+@pytest.mark.parametrize("xmoe", [True, False])
+def test_experts_are_known_by_their_gates(golden_state: StateMaker, xmoe: bool) -> None:
+    found = recognize(with_experts(golden_state(side="decoder", prefix="decoder."), xmoe=xmoe))
+    given = DECODER | {"moe_top1_expert": False, "moe_gating_use_fp32": True}
+    missing = "moe_eval_capacity_token_fraction"
+    if not xmoe:
+        missing += ", moe_second_expert_policy, moe_normalize_gate_prob_before_dropping"
+    with pytest.raises(UserError, match=f"do not say {missing};"):
+        settle(found, given)
+    given |= {"moe_eval_capacity_token_fraction": -1.0}
+    if not xmoe:
+        given["moe_second_expert_policy"] = "all"
+        given["moe_normalize_gate_prob_before_dropping"] = False
+    settled = settle(found, given)
+    cfg: Any = settled.translation.cfg
+    assert (cfg.moe_freq, cfg.moe_expert_count) == (2, 2)
+    assert cfg.moe_gate == ("xmoe" if xmoe else "linear")
+    settled.translation.build()
+    with pytest.raises(UserError, match="moe_freq 2, but the configuration gives 1"):
+        settle(found, given | {"moe_freq": 1})
+
+
+def test_segments_have_to_be_said_and_are_taken_over(decoder: Callable[..., Settled]) -> None:
+    given = DECODER | {"segment_length": [4, 8], "dilated_ratio": [1, 2]}
+    settled = decoder(given)
+    assert settled.versions == ("main",)
+    assert settled.translation.cfg.segment_length == [4, 8]  # type: ignore[attr-defined]

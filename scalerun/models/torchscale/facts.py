@@ -14,6 +14,9 @@ from scalerun.dataclass.errors import UserError
 State = Mapping[str, Tensor]
 SIDES = ("encoder", "decoder")
 EMBEDDING, OUTPUT = "embed_tokens.weight", "output_projection.weight"
+EXPERTS_INSTEAD = r"(ffn|moe_layer\.experts\.0)"
+FFN = rf"layers\.0\.{EXPERTS_INSTEAD}(\.A)?\.fc1\.weight"
+GATE = r"layers\.(\d+)\.moe_layer\.gate\.wg(\.weight)?"
 DECAY = "retnet_rel_pos.decay"
 """One number for each head of a RetNet."""
 
@@ -33,7 +36,7 @@ def stack_facts(side: str, state: State) -> dict[str, Any]:
     facts: dict[str, Any] = {
         f"{side}_embed_dim": dim,
         f"{side}_layers": num_layers(state),
-        f"{side}_ffn_embed_dim": _shape(state, r"layers\.0\.ffn(\.A)?\.fc1\.weight")[0],
+        f"{side}_ffn_embed_dim": _shape(state, FFN)[0],
         "subln": _first(state, r"layers\.\d+\.self_attn\.inner_attn_ln\..*") is not None,
         "multiway": any(".A." in key for key in state),
         "layernorm_embedding": _first(state, r"layernorm_embedding\..*") is not None,
@@ -47,13 +50,34 @@ def stack_facts(side: str, state: State) -> dict[str, Any]:
     return facts
 
 
+def expert_facts(state: State) -> dict[str, Any]:
+    """Fields of the layers of experts; of a stack without such layers nothing."""
+    gates = {key: match for key in state if (match := re.fullmatch(GATE, key))}
+    if not gates:
+        return {}
+    first = min(gates, key=lambda key: int(gates[key][1]))
+    return {
+        "moe_freq": int(gates[first][1]) + 1,
+        "moe_expert_count": state[first].shape[0],
+        "use_xmoe": gates[first][2] is None,
+    }
+
+
+def unsaid_of_experts(facts: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """As :func:`unsaid`, of layers of experts."""
+    names = ["moe_top1_expert", "moe_gating_use_fp32", "moe_eval_capacity_token_fraction"]
+    if not (facts["use_xmoe"] or given.get("moe_top1_expert")):
+        names += ["moe_second_expert_policy", "moe_normalize_gate_prob_before_dropping"]
+    return names
+
+
 def retention_facts(state: State) -> dict[str, Any]:
     """As :func:`stack_facts`, of a RetNet."""
     facts: dict[str, Any] = {
         "decoder_embed_dim": _shape(state, r"layers\.0\.retention\.q_proj\.weight")[0],
         "decoder_value_embed_dim": _shape(state, r"layers\.0\.retention\.v_proj\.weight")[0],
         "decoder_layers": num_layers(state),
-        "decoder_ffn_embed_dim": _shape(state, r"layers\.0\.ffn\.fc1\.weight")[0],
+        "decoder_ffn_embed_dim": _shape(state, FFN)[0],
         "layernorm_embedding": _first(state, r"layernorm_embedding\..*") is not None,
     }
     if DECAY in state:
@@ -137,6 +161,6 @@ def _first(state: State, pattern: str) -> str | None:
 def _shape(state: State, pattern: str) -> torch.Size:
     key = _first(state, pattern)
     if key is None:
-        plain = pattern.replace(r"(\.A)?", "").replace("\\", "")
+        plain = pattern.replace(r"(\.A)?", "").replace(EXPERTS_INSTEAD, "ffn").replace("\\", "")
         raise UserError(f"the state dict has no {plain}, so it is none of these models")
     return state[key].shape

@@ -14,8 +14,6 @@ from scalerun.models.torchscale.beit3 import TEXT
 from scalerun.models.torchscale.facts import EMBEDDING, SIDES
 from scalerun.models.torchscale.keys import without_prefix
 
-UNKNOWN_PARTS = {"moe_layer": "layers of experts"}
-"""Parts of keys, and what they belong to."""
 RETENTION = r"layers\.\d+\.retention\."
 
 
@@ -55,10 +53,6 @@ def recognize(state: Mapping[str, Tensor], names: Iterable[str] = ()) -> Recogni
     Raises:
         UserError: the keys are not those of a model that can be converted.
     """
-    for key in state:
-        for part, what in UNKNOWN_PARTS.items():
-            if part in key.split("."):
-                raise UserError(f"the model has {what} ({key}), which cannot be converted")
     if any(key.startswith((BEIT3, "vision_embed.")) for key in state):
         return _beit3(state)
     firsts = {key.split(".")[0] for key in state}

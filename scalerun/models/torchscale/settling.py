@@ -12,6 +12,7 @@ from scalerun.models.retnet import RetNetConfig as RetNetSettings
 from scalerun.models.torchscale.beit3 import image_fields, translate_beit3
 from scalerun.models.torchscale.configs import (
     OVERRIDDEN,
+    AttentionFields,
     DecoderConfig,
     EncoderConfig,
     EncoderDecoderConfig,
@@ -19,12 +20,14 @@ from scalerun.models.torchscale.configs import (
 )
 from scalerun.models.torchscale.facts import (
     EMBEDDING,
+    expert_facts,
     has_final_norm,
     retention_facts,
     same,
     stack_facts,
     stack_hints,
     unsaid,
+    unsaid_of_experts,
     unsaid_of_retention,
 )
 from scalerun.models.torchscale.loader import (
@@ -107,7 +110,10 @@ def settle(
     else:
         # TorchScale's way to say that there is none.
         given = {k: v for k, v in given.items() if not (k == "vocab_size" and v == -1)}
-        _require(_unsaid(found, facts, version), given, kind)
+        names = _unsaid(found, facts, version)
+        if facts["moe_freq"]:
+            names += unsaid_of_experts(facts, given)
+        _require(names, given, kind)
     config = kind.config.from_fields({**hints, **facts, **given})
     for name, value in facts.items():
         if getattr(config, name) != value:
@@ -126,6 +132,7 @@ def _facts(found: Recognized) -> tuple[dict[str, Any], dict[str, Any]]:
     for side, state in found.sides.items():
         is_retnet = found.kind == "retnet"
         own = retention_facts(state) if is_retnet else stack_facts(side, state)
+        own |= expert_facts(state)
         for name, value in own.items():
             if facts.setdefault(name, value) != value:
                 raise UserError(f"encoder and decoder differ in {name}, which no model's may")
@@ -138,6 +145,7 @@ def _facts(found: Recognized) -> tuple[dict[str, Any], dict[str, Any]]:
         hints["share_all_embeddings"] = shared and hints["share_decoder_input_output_embed"]
     if found.kind == "beit3":
         facts |= image_fields(found.state)
+    facts.setdefault("moe_freq", 0)
     facts["vocab_size"] = found.num_rows
     return facts, hints
 
@@ -184,6 +192,8 @@ def _versions(
         UserError: none does, or two do and differ.
     """
     candidates = ["main", "0.3.0"] if version is None else [version]
+    if version is None and isinstance(config, AttentionFields) and config.segment_length:
+        candidates = ["main"]
     if complete:
         candidates = [OVERRIDDEN if each == "0.3.0" else each for each in candidates]
     # Absolute positions are known by their weights; none at all contradicts nothing.
