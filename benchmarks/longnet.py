@@ -100,25 +100,24 @@ def train_once(kind: str, length: int) -> dict[str, float]:
 
 
 def table(rows: list[dict[str, float | str]]) -> str:
-    """Medians over the rounds, as Markdown."""
+    """Medians over the rounds, as Markdown; beside each time the one of dense attention over it."""
     groups: dict[tuple[str, int], list[dict[str, float | str]]] = defaultdict(list)
     for row in rows:
         groups[str(row["kind"]), int(row["length"])].append(row)
-    times = {
-        key: statistics.median(float(row["wall_ms"]) for row in group)
-        for key, group in groups.items()
-    }
+
+    def median(key: tuple[str, int], name: str) -> float:
+        return statistics.median(float(row.get(name, "nan")) for row in groups.get(key, [{}]))
+
     lines = [
-        "| attention | tokens | ms | µs a token | dense / this | peak RSS, MB |",
-        "|---|---|---|---|---|---|",
+        "| attention | tokens | µs a token | dense | CPU µs a token | dense | peak RSS, MB |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for (kind, length), group in sorted(groups.items()):
-        ms = times[kind, length]
-        dense = times.get(("dense", length))
-        ratio = "" if dense is None else f"{dense / ms:.2f}"
-        peak = statistics.median(float(row["peak_rss_mb"]) for row in group)
-        micro = 1e3 * ms / length
-        lines.append(f"| {kind} | {length} | {ms:.0f} | {micro:.1f} | {ratio} | {peak:.0f} |")
+    for kind, length in sorted(groups):
+        cells = [kind, str(length)]
+        for name in ("wall_ms", "cpu_ms"):
+            own, dense = (median((which, length), name) for which in (kind, "dense"))
+            cells += [f"{1e3 * own / length:.1f}", f"{dense / own:.2f}"]
+        lines.append(f"| {' | '.join(cells)} | {median((kind, length), 'peak_rss_mb'):.0f} |")
     return "\n".join(lines)
 
 
