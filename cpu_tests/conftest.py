@@ -181,8 +181,9 @@ def tiny():
 
 def records(save_dir, kind, **wanted):
     """Records of ``metrics.jsonl`` of one kind."""
-    lines = (Path(save_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    found = [json.loads(line) for line in lines]
+    text = (Path(save_dir) / "metrics.jsonl").read_text(encoding="utf-8")
+    # A running command may be in the middle of its last line.
+    found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [
         r
         for r in found
