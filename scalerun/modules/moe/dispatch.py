@@ -1,8 +1,9 @@
-"""Tokens out to the experts and back, by index: one row for each choice that was kept.
+"""Tokens out to the experts and back, by index: a row for each choice that was kept.
 
 Rows are sorted by expert, and by place within an expert. Nothing of S * E * C elements exists.
 
-S tokens, K choices of a token, N = K * S choices, E experts, R rows, D model width, F any width.
+S tokens, K choices of a token, N = K * S choices, E experts, C places of an expert, R rows, D model
+width, F and G any widths.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from scalerun.modules.moe.router import Routing
 
 ALIGNMENT = 16
 """Bytes that the rows of a grouped product's matrices have to be a multiple of."""
+FEW_ROWS = 64
+"""With so few rows an expert's product is bound by reading its weights: empty places are free."""
 BLOCK_ELEMENTS = {"cpu": 2**18}
 """Elements treated at a time: about a CPU's second-level cache."""
 
@@ -32,13 +35,13 @@ class Dispatch:
     kept_KS: Tensor
     """bool."""
     choices_R: Tensor
-    """int64, ``k * S + s``; N in a row that is nobody's."""
-    ends_E: Tensor
-    """int32: where each expert's rows end."""
+    """int64, ``k * S + s``; N in a row that is nobody's: it is computed in vain."""
     experts_R: Tensor
     """int64."""
-    capacity: int
-    """No expert has more rows, those that are nobody's aside."""
+    ends_E: Tensor
+    """int32: where each expert's rows end."""
+    places: int | None
+    """Rows of an expert where all have equally many, else None."""
 
     @property
     def tokens_R(self) -> Tensor:
@@ -57,53 +60,47 @@ class Dispatch:
 
     def spread(self, values_EF: Tensor) -> Tensor:
         """(R, F): each row's expert's values."""
-        if is_grouped(values_EF, values_EF.shape[1]):
-            rows: Tensor = _Spread.apply(values_EF, self)
-            return rows
-        return values_EF.index_select(0, self.experts_R)
+        if self.places is not None:
+            return values_EF.unsqueeze(1).expand(-1, self.places, -1).flatten(0, 1)
+        rows: Tensor = _Spread.apply(values_EF, self)
+        return rows
 
     def add(self, y_RF: Tensor, values_EF: Tensor) -> Tensor:
         """``y_RF`` itself, with each row's expert's values added."""
         values_EF = values_EF.to(y_RF.dtype)
-        if is_grouped(values_EF, values_EF.shape[1]):
-            total: Tensor = _Add.apply(y_RF, values_EF, self)
-            return total
-        return y_RF.add_(values_EF.index_select(0, self.experts_R))
+        if self.places is not None:
+            y_ECF = y_RF.view(len(values_EF), self.places, -1)
+            return y_ECF.add_(values_EF.unsqueeze(1)).flatten(0, 1)
+        total: Tensor = _Add.apply(y_RF, values_EF, self)
+        return total
 
     def multiply(self, x_RF: Tensor, weight_EGF: Tensor) -> Tensor:
         """(R, G): each row times its expert's matrix (G, F), transposed."""
-        if is_grouped(x_RF, *weight_EGF.shape[1:]):
+        if self.places is None:
             return F.grouped_mm(x_RF, weight_EGF.transpose(1, 2), offs=self.ends_E)
-        return self._multiply_padded(x_RF, weight_EGF)
-
-    def _multiply_padded(self, x_RF: Tensor, weight_EGF: Tensor) -> Tensor:
-        """The same through a buffer of equally many places for each expert."""
-        num_experts = len(self.ends_E)
-        starts_E = F.pad(self.ends_E[:-1], (1, 0)).long()
-        places_R = torch.arange(len(x_RF), device=x_RF.device) - starts_E[self.experts_R]
-        slots_R = self.experts_R * self.capacity + places_R
-        nobodys_R = self.choices_R == self.rows_KS.numel()
-        num_slots = num_experts * self.capacity
-        # Rows that are nobody's share a slot behind the buffer.
-        slots_R = slots_R.masked_fill(nobodys_R, num_slots)
-        x = x_RF.new_zeros(num_slots + 1, x_RF.shape[1]).index_copy(0, slots_R, x_RF)
-        x_ECF = x[:-1].view(num_experts, self.capacity, -1)
-        y_ECG = torch.bmm(x_ECF, weight_EGF.transpose(1, 2))
-        return y_ECG.flatten(0, 1).index_select(0, slots_R.clamp(max=num_slots - 1))
+        dtype = product_dtype(x_RF)
+        x_ECF = x_RF.to(dtype).view(len(weight_EGF), self.places, -1)
+        y_ECG: Tensor = _BatchedProduct.apply(x_ECF, weight_EGF.to(dtype))
+        return y_ECG.flatten(0, 1)
 
 
-def is_grouped(x: Tensor, *widths: int) -> bool:
-    """Whether torch multiplies matrices of the type of ``x`` group by group.
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The type that products of ``x`` are computed in."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
 
-    On a CPU that is the fastest way and computes nothing in vain. On a GPU torch has a kernel for
-    bfloat16; for other types it would wait for the group sizes on the host.
+
+def has_grouped_products(x: Tensor, *widths: int) -> bool:
+    """Whether torch multiplies matrices of the type of ``x`` group by group, and fast.
+
+    On a CPU that computes nothing in vain. On a GPU torch has a kernel for bfloat16; for other
+    types it would wait for the group sizes on the host.
 
     Args:
         widths: lengths of the matrices' rows, which have to be multiples of 16 bytes.
     """
-    dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = product_dtype(x)
     if any(width * dtype.itemsize % ALIGNMENT for width in widths):
         return False
     if x.device.type == "cuda":
@@ -111,33 +108,46 @@ def is_grouped(x: Tensor, *widths: int) -> bool:
     return dtype in (torch.float32, torch.bfloat16)
 
 
-def make_dispatch(routing: Routing) -> Dispatch:
+def make_dispatch(routing: Routing, *, grouped: bool) -> Dispatch:
     """Rows for the choices that were kept.
 
-    On a CPU there are as many rows as kept choices (but at least one). Elsewhere the host does not
-    know that number and does not wait for it: there are K * S rows, and the last expert computes on
-    those that are nobody's.
+    With grouped products an expert has as many rows as it needs. Elsewhere than on a CPU the host
+    does not wait for their number: there are N rows, and the last expert has those that are
+    nobody's. Without, and where an expert has few places, all have equally many rows.
+
+    Args:
+        routing: where the tokens go.
+        grouped: whether grouped products can be had.
     """
     experts_KS, kept_KS = routing.experts_KS, routing.kept_KS
     num_choices, device = kept_KS.numel(), kept_KS.device
     counts_E = torch.zeros(routing.num_experts, dtype=torch.int64, device=device)
     counts_E.scatter_add_(0, experts_KS.flatten(), kept_KS.flatten().long())
-    ends_E = counts_E.cumsum(0)
-    num_rows = max(int(ends_E[-1]), 1) if device.type == "cpu" else num_choices
-    places_KS = (ends_E - counts_E)[experts_KS] + routing.places_KS
-    rows_KS = places_KS.masked_fill(~kept_KS, num_rows)
+    on_host = device.type == "cpu"
+    if grouped and routing.capacity > FEW_ROWS:
+        places, ends_E = None, counts_E.cumsum(0)
+        starts_E = ends_E - counts_E
+        num_rows = max(int(ends_E[-1]), 1) if on_host else num_choices
+        ends_E[-1:].fill_(num_rows)
+    else:
+        places = routing.capacity
+        if on_host or places * routing.num_experts > 2 * num_choices:
+            # Waiting for the largest count is worth its while where most places are empty.
+            places = max(min(places, int(counts_E.max())), 1)
+        starts_E = torch.arange(routing.num_experts, device=device) * places
+        ends_E = starts_E + places
+        num_rows = places * routing.num_experts
+    rows_KS = (starts_E[experts_KS] + routing.places_KS).masked_fill(~kept_KS, num_rows)
     choices_R = torch.full((num_rows + 1,), num_choices, device=device)
     choices_R.scatter_(0, rows_KS.flatten(), torch.arange(num_choices, device=device))
     choices_R[-1:].fill_(num_choices)
-    ends_E[-1:].fill_(num_rows)
-    experts_R = torch.searchsorted(ends_E, torch.arange(num_rows, device=device), right=True)
     return Dispatch(
         rows_KS=rows_KS.masked_fill(~kept_KS, 0),
         kept_KS=kept_KS,
         choices_R=choices_R[:-1],
+        experts_R=torch.searchsorted(ends_E, torch.arange(num_rows, device=device), right=True),
         ends_E=ends_E.to(torch.int32),
-        experts_R=experts_R,
-        capacity=routing.capacity,
+        places=places,
     )
 
 
@@ -176,8 +186,27 @@ class _Back(torch.autograd.Function):
         return grad_RD.mul_(weights_R.unsqueeze(1)), of_weights_KS, None
 
 
+class _BatchedProduct(torch.autograd.Function):
+    """(E, C, F) times (E, G, F), transposed. The gradient of the weights is laid out as they are.
+
+    torch's own would be transposed, and copied before it is kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_ECF: Tensor, weight_EGF: Tensor) -> Tensor:
+        ctx.save_for_backward(x_ECF, weight_EGF)
+        return torch.bmm(x_ECF, weight_EGF.transpose(1, 2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ECG: Tensor) -> tuple[Tensor, Tensor]:
+        x_ECF, weight_EGF = ctx.saved_tensors
+        of_weight_EGF = torch.bmm(grad_ECG.transpose(1, 2), x_ECF)
+        return torch.bmm(grad_ECG, weight_EGF), of_weight_EGF
+
+
 class _Spread(torch.autograd.Function):
-    """(E, F) -> (R, F). Backward sums each expert's rows as a product with ones."""
+    """(E, F) -> (R, F)."""
 
     @staticmethod
     def forward(ctx: Any, values_EF: Tensor, dispatch: Dispatch) -> Tensor:

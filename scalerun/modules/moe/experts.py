@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from scalerun.modules.drop_path import dropout
 from scalerun.modules.feed_forward import Activation, FeedForwardInit
 from scalerun.modules.init import Initializer, ones, zeros
-from scalerun.modules.moe.dispatch import Dispatch
+from scalerun.modules.moe.dispatch import Dispatch, has_grouped_products
 
 EXPERTS = "experts"
 """Every parameter of an expert lies below a module of this name, and no other parameter does."""
@@ -106,6 +106,10 @@ class Experts(nn.Module):
             h_RF = self.inner_norm(h_RF, dispatch)
         y_RD = dispatch.add(dispatch.multiply(h_RF, self.fc2_weight), self.fc2_bias)
         return dropout(y_RD, self.dropout, training=self.training)
+
+    def has_grouped_products(self, x_SD: Tensor) -> bool:
+        """Whether rows of such tokens can be multiplied group by group."""
+        return has_grouped_products(x_SD, *self.fc1_weight.shape[1:])
 
     def weights_per_expert(self) -> int:
         """Weights that a row is multiplied with."""

@@ -50,7 +50,7 @@ class MoELayer(PerToken):
             x_SD = x_BTD.reshape(-1, dim)
             padding_S = None if padding is None else padding.reshape(-1)
         routing = self.router(x_SD, padding_S)
-        dispatch = make_dispatch(routing)
+        dispatch = make_dispatch(routing, grouped=self.experts.has_grouped_products(x_SD))
         rows_RD = self.experts(dispatch.out(x_SD), dispatch)
         y_SD = dispatch.back(rows_RD, routing.weights_KS)
         if self.time_major:
