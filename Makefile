@@ -26,7 +26,7 @@ quickstart: $(VENV)/installed $(TOKENIZER)
 	$(BIN)/python -m scalerun.cli.train $(DATA) --config $(CONFIG) --save-dir $(RUN) $(FLAGS)
 	$(BIN)/python -m scalerun.cli.validate $(DATA) --path $(RUN) --json $(RUN)/valid.json
 	$(BIN)/python projects/quickstart/compare.py $(DATA) $(RUN)/valid.json
-	$(BIN)/python -m scalerun.cli.interactive_cli --path $(RUN) --temperature 0.7 --top-p 0.9 --max-new-tokens 160 --seed 1 < projects/quickstart/prompts.txt
+	$(BIN)/python -m scalerun.cli.interactive_cli --path $(RUN) --temperature 0.5 --top-p 0.9 --max-new-tokens 160 --seed 1 < projects/quickstart/prompts.txt
 
 # Made once: the runs depend on it.
 $(TOKENIZER): | $(VENV)/installed

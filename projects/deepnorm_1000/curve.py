@@ -56,9 +56,9 @@ def draw(curves: dict[str, list[tuple[int, float]]]) -> str:
     for colour, (name, points) in zip(COLOURS, curves.items(), strict=False):
         path = " ".join(f"{x(update):.1f},{y(loss):.1f}" for update, loss in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        update, loss = points[-1]
+        end, height = points[-1]
         parts.append(
-            f'<text x="{x(update) + 6:.1f}" y="{y(loss) + 4:.1f}" fill="{colour}">{name}</text>'
+            f'<text x="{x(end) + 6:.1f}" y="{y(height) + 4:.1f}" fill="{colour}">{name}</text>'
         )
     return "\n".join([*parts, "</svg>", ""])
 
