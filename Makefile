@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PARITY := .parity
 RUN := projects/quickstart/$(if $(LONG),run_long,run)
 CONFIG := projects/quickstart/$(if $(LONG),long,config).yaml
 DATA := projects/quickstart/data
@@ -19,13 +20,13 @@ endif
 endif
 endif
 
-.PHONY: quickstart test test-long lint
+.PHONY: quickstart test test-long test-parity lint
 
 quickstart: $(VENV)/installed $(TOKENIZER)
 	$(BIN)/python -m scalerun.cli.train $(DATA) --config $(CONFIG) --save-dir $(RUN) $(FLAGS)
 	$(BIN)/python -m scalerun.cli.validate $(DATA) --path $(RUN) --json $(RUN)/valid.json
 	$(BIN)/python projects/quickstart/compare.py $(DATA) $(RUN)/valid.json
-	$(BIN)/python -m scalerun.cli.interactive_cli --path $(RUN) --temperature 0.7 --top-p 0.9 --max-new-tokens 160 --seed 1 < projects/quickstart/prompts.txt
+	$(BIN)/python -m scalerun.cli.interactive_cli --path $(RUN) --temperature 0.5 --top-p 0.9 --max-new-tokens 160 --seed 1 < projects/quickstart/prompts.txt
 
 # Made once: the runs depend on it.
 $(TOKENIZER): | $(VENV)/installed
@@ -36,6 +37,10 @@ test: $(VENV)/tested
 
 test-long: $(VENV)/tested
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
+
+# Against the package torchscale, by itself in a folder: what it requires would replace torch.
+test-parity: $(PARITY)/torchscale
+	PYTHONPATH=$(PARITY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest cpu_tests/parity
 
 lint: $(VENV)/tested
 	$(BIN)/ruff check .
@@ -57,3 +62,7 @@ $(VENV)/tested: $(VENV)/bin/python pyproject.toml
 	@echo "installing scalerun and what its tests need into $(VENV): some minutes on a slow network"
 	$(BIN)/pip install --editable '.[test]'
 	@touch $(VENV)/installed $@
+
+$(PARITY)/torchscale: $(VENV)/tested
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(PARITY) torchscale==0.3.0
+	@touch $@

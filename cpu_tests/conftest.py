@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # A busy machine is no reason to fail.
@@ -180,8 +181,9 @@ def tiny():
 
 def records(save_dir, kind, **wanted):
     """Records of ``metrics.jsonl`` of one kind."""
-    lines = (Path(save_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    found = [json.loads(line) for line in lines]
+    text = (Path(save_dir) / "metrics.jsonl").read_text(encoding="utf-8")
+    # A running command may be in the middle of its last line.
+    found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [
         r
         for r in found
@@ -211,3 +213,52 @@ def records_fixture():
 @pytest.fixture(name="write_jsonl", scope="session")
 def write_jsonl_fixture():
     return write_jsonl
+
+
+def torchscale_state(
+    prefix="",
+    *,
+    vocab=264,
+    cross=False,
+    output=True,
+    halves=("",),
+    dim=16,
+    ffn_dim=32,
+    num_layers=1,
+):
+    """Random weights in TorchScale's names, of a SubLN stack without positions.
+
+    ``halves`` are those of multiway layers: ``(".A", ".B")``.
+    """
+    shapes = {"embed_tokens.weight": (vocab, dim)}
+    if output:
+        shapes["output_projection.weight"] = (vocab, dim)
+    for half in halves:
+        norms = {f"layer_norm{half}": dim}
+        linears = {}
+        for layer in (f"layers.{i}" for i in range(num_layers)):
+            for name in ("q", "k", "v", "out"):
+                linears[f"{layer}.self_attn.{name}_proj{half}"] = (dim, dim)
+                if cross:
+                    linears[f"{layer}.encoder_attn.{name}_proj"] = (dim, dim)
+            linears[f"{layer}.ffn{half}.fc1"] = (ffn_dim, dim)
+            linears[f"{layer}.ffn{half}.fc2"] = (dim, ffn_dim)
+            norms[f"{layer}.ffn{half}.ffn_layernorm"] = ffn_dim
+            own = ("self_attn_layer_norm", "final_layer_norm", "self_attn.inner_attn_ln")
+            norms |= {f"{layer}.{name}{half}": dim for name in own}
+            if cross:
+                norms[f"{layer}.encoder_attn_layer_norm"] = dim
+        shapes |= {f"{name}.weight": shape for name, shape in linears.items()}
+        shapes |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
+        for kind in ("weight", "bias"):
+            shapes |= {f"{name}.{kind}": (width,) for name, width in norms.items()}
+    generator = torch.Generator().manual_seed(1)
+    return {
+        prefix + key: torch.randn(shape, generator=generator) / shape[-1] ** 0.5 + (len(shape) == 1)
+        for key, shape in shapes.items()
+    }
+
+
+@pytest.fixture(name="torchscale_state", scope="session")
+def torchscale_state_fixture():
+    return torchscale_state

@@ -11,8 +11,13 @@ import json
 import os
 import sys
 
-COMMANDS = ("train", "validate", "interactive_cli", "train_tokenizer")
-IMPORTED_LATE = ("scalerun.cli.assembly", "scalerun.cli.inference", "torch._dynamo")
+COMMANDS = ("train", "validate", "interactive_cli", "train_tokenizer", "convert")
+IMPORTED_LATE = (
+    "scalerun.cli.assembly",
+    "scalerun.cli.inference",
+    "scalerun.cli.converted_run",
+    "torch._dynamo",
+)
 """The last by torch's optimizers when they are made: half of the time of a small run."""
 
 

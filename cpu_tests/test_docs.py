@@ -1,5 +1,6 @@
 """What the documentation says can be done: every command, file, flag and link in it is tried."""
 
+import argparse
 import ast
 import json
 import random
@@ -13,11 +14,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
+import sentencepiece
+import torch
 
+from scalerun.cli.convert import ConvertConfig
 from scalerun.cli.interactive_cli import InteractiveConfig
 from scalerun.cli.registries import CHOOSERS
 from scalerun.cli.train_tokenizer import TrainTokenizerConfig
 from scalerun.cli.validate import ValidateConfig
+from scalerun.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from scalerun.dataclass.configs import ScalerunConfig
 from scalerun.dataclass.flags import flags_of
 from scalerun.dataclass.parser import BUILT_IN
@@ -33,6 +38,7 @@ SCRIPTS = {
     "scalerun-validate": "validate",
     "scalerun-interactive": "interactive_cli",
     "scalerun-train-tokenizer": "train_tokenizer",
+    "scalerun-convert": "convert",
 }
 SMALL = {
     "train": [
@@ -43,6 +49,7 @@ SMALL = {
     "train_tokenizer": ["--vocab-size", "300"],
     "validate": ["--cpu"],
     "interactive_cli": ["--cpu"],
+    "convert": [],
 }  # fmt: skip
 """What is added to a command of the documentation, so that it takes no time."""
 
@@ -154,14 +161,34 @@ def text_home(tmp_path_factory, write_jsonl):
 
 
 @pytest.fixture(scope="session")
-def trained_home(launch, tmp_path_factory, text_home):
+def trained_home(launch, tmp_path_factory, text_home, torchscale_state):
     """The same after the first two commands of the README: with a tokenizer and a run."""
     home = tmp_path_factory.mktemp("trained") / "home"
     shutil.copytree(text_home, home, symlinks=True)
     shell = Shell(launch, home)
     for line in command_lines(path_to_text())[:2]:
         shell.line(line)
+    write_foreign_weights(home, torchscale_state)
     return home
+
+
+def write_foreign_weights(home, torchscale_state):
+    """What a user of TorchScale has, of the sizes in SMALL."""
+    size = len(SentencePieceTokenizer(home / "my_text.model").dictionary)
+    torch.save(torchscale_state(vocab=size, num_layers=2), home / "weights.pt")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat sat on the mat", "the owl slept"] * 9),
+        model_prefix=str(home / "pieces"),
+        vocab_size=20,
+        minloglevel=2,
+    )
+    model = sentencepiece.SentencePieceProcessor(model_file=str(home / "pieces.model"))
+    lines = [f"{model.id_to_piece(i)} 1\n" for i in range(19, 2, -1)]
+    lines += [f"madeupword000{i} 0\n" for i in range(3)]
+    (home / "dict.txt").write_text("".join(lines), encoding="utf-8")
+    weights = torchscale_state("decoder.", vocab=4 + len(lines), num_layers=2)
+    record = argparse.Namespace(arch="lm_base", decoder_attention_heads=2, subln=True)
+    torch.save({"model": weights, "args": record}, home / "checkpoint_best.pt")
 
 
 @pytest.fixture
@@ -199,6 +226,8 @@ def test_every_command_of_a_page_works(launch, home, name, monkeypatch):
         if block.language == "bash":
             for line in command_lines(block):
                 shell.line(line)
+        elif block.file is not None and block.file.startswith("torchscale"):
+            assert block.language == "yaml"  # TorchScale's fields, for the converter
         elif block.language == "yaml":
             (home / "block.yaml").write_text(block.text, encoding="utf-8")
             shell.line("python -m scalerun.cli.train --config block.yaml --print-config")
@@ -217,7 +246,7 @@ def test_every_command_of_a_page_works(launch, home, name, monkeypatch):
 def flags_of_everything():
     """Every spelling that any command understands."""
     root = ScalerunConfig()
-    groups = [InteractiveConfig(), ValidateConfig(), TrainTokenizerConfig()]
+    groups = [InteractiveConfig(), ValidateConfig(), TrainTokenizerConfig(), ConvertConfig()]
     groups += [g for g in vars(root).values() if isinstance(g, ScalerunDataclass)]
     groups += [c.config_for(name) for c in CHOOSERS.values() for name in c.names()]
     spellings = {

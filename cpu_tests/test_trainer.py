@@ -145,9 +145,9 @@ def test_the_end_says_what_prolongs_the_run_and_a_finished_run_that_nothing_is_l
             "the end of epoch 1 is reached; raise --max-epoch to go on",
         ),
     ):
-        train(*words, save_dir=words[0])
+        train(*words, save_dir=words[0].strip("-"))
         assert f"training ends: {reason}\n" in capsys.readouterr().err
-        train(*words, save_dir=words[0])
+        train(*words, save_dir=words[0].strip("-"))
         assert f"nothing to do: {reason}\n" in capsys.readouterr().err
 
 

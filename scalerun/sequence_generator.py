@@ -133,7 +133,7 @@ class SequenceGenerator:
         # The separator comes first, and the last new token is never read.
         return None if context is None else max(context - prompt_length, 0)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -166,7 +166,7 @@ class SequenceGenerator:
                 on_text(index, answers[0].text)
         return [searched[row.index][0] if row.index in searched else row.result() for row in rows]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def hypotheses(self, prompt: Sequence[int], params: SamplingParams) -> list[Generation]:
         """All ``params.beam`` answers of a beam search, the best first; errors as in generate."""
         row = _Row(0, self.fit(prompt, params), params, self.tokenizer, None)

@@ -110,7 +110,7 @@ def build_gen(
     assert isinstance(model, BaseDecoder)
     precision = choose_precision(fp16=False, bf16=cfg.common.bf16, device=device)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def generate(prompts: Tensor) -> Tensor:
         batch_size, length = prompts.shape
         state = model.init_incremental_state(batch_size, length + shape.new_tokens)

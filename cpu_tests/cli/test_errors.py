@@ -105,7 +105,7 @@ AT_ONCE = {
         ["--decoder-learned-pos", "--max-target-positions", "16"],
         "--max-target-positions",
     ),
-    "missing tracker": (["--aim-repo", "aim"], "scalerun[aim]"),
+    "missing tracker": (["--aim-repo", "aim"], "pip install aim"),
     "tracker's folder": (["--tensorboard-logdir", "data/train/00/verse.jsonl/x"], "--tensorboard"),
     "pattern without parameters": (["--lr-scale", "nothing*=0.1"], "nothing*"),
 }

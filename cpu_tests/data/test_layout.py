@@ -160,3 +160,10 @@ def test_a_folder_without_text_is_refused_with_what_it_holds(touch):
     touch("train/notes.md")
     with pytest.raises(UserError, match=r"train holds no text files; found notes\.md"):
         find_split(data, "train")
+
+
+def test_no_data_folder_is_not_the_current_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train").mkdir()
+    with pytest.raises(UserError, match="the data folder is missing"):
+        find_split("", "train")

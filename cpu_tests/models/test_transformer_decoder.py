@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scalerun.models.transformer_decoder import TransformerDecoder
+from scalerun.models.transformer_decoder import TransformerDecoder, project_to_vocabulary
 from scalerun.modules.block import TransformerBlock
 
 MakeModel = Callable[..., TransformerDecoder]
@@ -346,3 +346,12 @@ def test_blocks_compile_without_a_break(make_model: MakeModel, tokens: Tensor) -
     close(compiled(tokens).logits, model(tokens).logits)
     assert compiled.state_dict().keys() == model.state_dict().keys()
     assert all(isinstance(unit, TransformerBlock) for unit in compiled.shard_units())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 32, 33])
+@pytest.mark.parametrize("vocab", [5, 1024, 2500])
+@torch.no_grad()
+def test_the_vocabulary_multiplied_in_pieces_gives_the_whole_product(rows: int, vocab: int) -> None:
+    x, weight = torch.randn(rows, 1, 8), torch.randn(vocab, 8)
+    found = project_to_vocabulary(x, weight)
+    torch.testing.assert_close(found, torch.einsum("btd,vd->btv", x, weight))

@@ -4,7 +4,7 @@ import torch
 from scalerun.data.byte_tokenizer import ByteTokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.tasks import base_task
-from scalerun.tasks.base_task import BaseTask
+from scalerun.tasks.base_task import BaseTask, UnknownVocabulary
 
 
 class Task(BaseTask):
@@ -62,3 +62,8 @@ def test_a_checkpoint_of_another_vocabulary_is_refused():
     task.load_state_dict(task.state_dict())
     with pytest.raises(UserError, match="another vocabulary"):
         task.load_state_dict({**task.state_dict(), "vocabulary": "x"})
+
+
+def test_a_checkpoint_that_does_not_know_its_vocabulary_is_taken_on_trust(caplog):
+    Task().load_state_dict(UnknownVocabulary(264).state_dict())
+    assert "only that it has 264 symbols" in caplog.text

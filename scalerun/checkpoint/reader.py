@@ -173,18 +173,19 @@ def load_state(
         UserError: a part is missing or does not fit.
     """
     plain = read_state(path)
-    present = set(plain)
-    templates = {}
-    for part, owner in state.items():
-        if part in present:
-            templates[part] = split_state(owner.state_dict())[0]
-        elif part not in optional:
-            reset = f" {_RESETS[part]}" if part in _RESETS else ""
-            raise UserError(
-                f"checkpoint {path} has no {part} (it has {', '.join(sorted(present))}): an older "
-                "scalerun or another program wrote it; start a new run from it: "
-                f"--save-dir NEW --restore-file OLD{reset}"
-            )
+    missing = [part for part in state if part not in plain and part not in optional]
+    if missing:
+        resets = "".join(
+            f" {flag}" for flag in dict.fromkeys(_RESETS.get(p) for p in missing) if flag
+        )
+        raise UserError(
+            f"checkpoint {path} has no {', '.join(missing)} (it has {', '.join(sorted(plain))}): "
+            "it was converted, or an older scalerun wrote it; start a new run from it: "
+            f"--save-dir NEW --restore-file OLD{resets}"
+        )
+    templates = {
+        part: split_state(owner.state_dict())[0] for part, owner in state.items() if part in plain
+    }
     load_tensors(path, templates)
     for part, template in templates.items():
         state[part].load_state_dict(merge_state(template, plain[part]))

@@ -134,16 +134,21 @@ def build_throughput(
     )
 
 
-def run_files(cfg: ScalerunConfig, task: BaseTask) -> dict[str, str | Path]:
-    """Files that make a checkpoint complete in itself."""
+def run_files(cfg: ScalerunConfig, task: BaseTask | None) -> dict[str, str | Path]:
+    """Files that make a checkpoint complete in itself.
+
+    Args:
+        task: None for a model that no task serves.
+    """
     content = cfg.to_dict()
     for section, names in PATHS.items():
         for name in names:
-            value = content[section].get(name)
+            value = (content[section] or {}).get(name)
             if isinstance(value, str) and value and Path(value).expanduser().exists():
                 content[section][name] = str(Path(value).expanduser().absolute())
     files: dict[str, str | Path] = {CONFIG_FILE: json.dumps(content, indent=1)}
-    files.update({f"{ASSETS_FOLDER}/{name}": path for name, path in task.assets().items()})
+    assets = {} if task is None else task.assets()
+    files.update({f"{ASSETS_FOLDER}/{name}": path for name, path in assets.items()})
     return files
 
 

@@ -23,12 +23,13 @@ from scalerun.cli.registries import CHOOSERS
 from scalerun.dataclass.configs import ScalerunConfig
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import config_from_dict
-from scalerun.models.base_model import BaseModel
+from scalerun.models.base_model import BaseModel, build_model
 from scalerun.plugins import load_plugins, plugin_errors
 from scalerun.tasks.base_task import TASK_REGISTRY, BaseTask, setup_task
 
 CONFIG_FILE = "config.json"
 ASSETS_FOLDER = "assets"
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,13 @@ def load_for_inference(
     if path is None:
         raise ConfigError("--path is required: a run folder or a checkpoint folder")
     checkpoint = find_checkpoint(Path(path))
-    content = json.loads(run_file(checkpoint, CONFIG_FILE).read_text(encoding="utf-8"))
-    load_plugins(user_dir or content.get("common", {}).get("user_dir"))
-    cfg = config_from_dict(ScalerunConfig, content, choosers=CHOOSERS)
+    cfg = _stored_config(checkpoint, user_dir)
+    if cfg.task is None:
+        raise UserError(
+            f"checkpoint {checkpoint} was converted without a tokenizer, so there is no text it "
+            "could read or write; convert it with --tokenizer, or load it in Python with "
+            "scalerun.cli.inference.load_model"
+        )
     task_class = TASK_REGISTRY.class_for(cfg.task)
     cfg.task = task_class.with_assets(cfg.task, checkpoint / ASSETS_FOLDER)
     if data is not None:
@@ -84,6 +89,45 @@ def load_for_inference(
     state = read_state(checkpoint)
     _load_weights(checkpoint, model, state, use_ema=use_ema)
     return LoadedRun(checkpoint, cfg, task, model.eval(), state["trainer"]["num_updates"])
+
+
+@plugin_errors()
+def load_model(
+    path: str | Path,
+    *,
+    device: torch.device = CPU,
+    padding_idx: int | None = None,
+    user_dir: str | None = None,
+) -> BaseModel:
+    """Load a checkpoint's model alone, in evaluation mode, also where there is no task for it.
+
+    Args:
+        path: a run folder (its newest good checkpoint is taken) or a checkpoint folder.
+        padding_idx: number of the padding symbol, for models that hide it by themselves.
+        user_dir: plug-in folder in place of the one that the run used.
+
+    Raises:
+        UserError: there is no checkpoint, or it is damaged.
+    """
+    checkpoint = find_checkpoint(Path(path), "path")
+    cfg = _stored_config(checkpoint, user_dir)
+    state = read_state(checkpoint)
+    model = build_model(
+        cfg.model,
+        vocab_size=state["task"]["vocabulary_size"],
+        padding_idx=padding_idx,
+        seed=cfg.common.seed,
+        device=device,
+    )
+    _load_weights(checkpoint, model, state, use_ema=False)
+    return model.eval()
+
+
+def _stored_config(checkpoint: Path, user_dir: str | None) -> ScalerunConfig:
+    """The settings of a checkpoint's run, with its plug-ins loaded."""
+    content = json.loads(run_file(checkpoint, CONFIG_FILE).read_text(encoding="utf-8"))
+    load_plugins(user_dir or content.get("common", {}).get("user_dir"))
+    return config_from_dict(ScalerunConfig, content, choosers=CHOOSERS)
 
 
 def _cache_dir(run_folder: Path) -> Path:

@@ -57,17 +57,19 @@ class RunFolder:
     def __exit__(self, *exc_info: object) -> None:
         self._lock.close()
 
-    def write_description(self, cfg: ScalerunConfig, words: list[str]) -> None:
+    def write_description(
+        self, cfg: ScalerunConfig, words: list[str], *, command: str = "scalerun.cli.train"
+    ) -> None:
         """Write the resolved configuration, the command and the versions.
 
         Each file is replaced as a whole, so that a kill leaves the old one or the new one.
 
         Args:
             words: the command's arguments.
+            command: the module that was run.
         """
-        command = shlex.join(["python", "-m", "scalerun.cli.train", *words])
         self._write(CONFIG_FILE, to_yaml(cfg))
-        self._write(COMMAND_FILE, command + "\n")
+        self._write(COMMAND_FILE, shlex.join(["python", "-m", command, *words]) + "\n")
         self._write(VERSIONS_FILE, json.dumps(versions(), indent=2) + "\n")
 
     def _write(self, name: str, text: str) -> None:

@@ -120,6 +120,8 @@ def data_folder(data: str | Path) -> Path:
     Raises:
         UserError: it does not exist or is not a folder.
     """
+    if not str(data):
+        raise UserError("the data folder is missing: give it as the first argument")
     root = Path(data)
     if root.is_dir():
         return root

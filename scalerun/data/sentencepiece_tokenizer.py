@@ -115,6 +115,10 @@ class SentencePieceTokenizer(BaseTokenizer):
         return self._model.decode([index for index in ids if index not in self._dropped])
 
     def token_text(self, index: int) -> str:
+        return self.piece(index).replace(SPACE, " ")
+
+    def piece(self, index: int) -> str:
+        """One id as the model's file spells it."""
         if index >= self._size:
             return "<pad>" if index == self.dictionary.pad else f"<filler {index}>"
-        return self._model.id_to_piece(index).replace(SPACE, " ")
+        return str(self._model.id_to_piece(index))

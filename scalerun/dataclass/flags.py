@@ -31,8 +31,13 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """``--batch-size``, or ``DATA`` for a positional."""
-        return self.field.upper() if self.positional else "--" + self.field.replace("_", "-")
+        """``--batch-size``, or ``DATA`` for a positional.
+
+        A word that Python keeps for itself has ``_`` at its end: ``from_`` is ``--from``.
+        """
+        if self.positional:
+            return self.field.upper()
+        return "--" + self.field.rstrip("_").replace("_", "-")
 
     @property
     def spellings(self) -> tuple[str, ...]:

@@ -29,19 +29,19 @@ def format_help(
     for name, text in special.items():
         action: Any = "store_true" if name in ("--help", "--version", "--print-config") else "store"
         first.add_argument(name, help=_plain(text), action=action, **_metavar(action, "NAME"))
-    has_data = False
+    positionals: list[str] = []
     for owner, group in groups:
         flags = list(flags_of(group, owner))
         if not flags:
             continue
         section = parser.add_argument_group(owner)
         for flag in flags:
-            has_data = has_data or flag.positional
+            positionals += [f"[{flag.name}]"] if flag.positional else []
             _add(section, flag)
     if unchosen:
         parser.epilog = f"Together with {' and '.join(unchosen)}, --help lists their flags too."
-    elif not has_data:
-        parser.usage = f"{prog} [flags]"
+    else:
+        parser.usage = " ".join((prog, *positionals, "[flags]"))
     return parser.format_help()
 
 

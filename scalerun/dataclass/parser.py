@@ -311,6 +311,8 @@ def config_from_dict(
         if field.name not in content:
             continue
         values = content[field.name]
+        if values is None:
+            continue
         if "component" in field.metadata:
             setattr(root, field.name, choosers[field.name].config_for(values["_name"]))
         group = getattr(root, field.name)

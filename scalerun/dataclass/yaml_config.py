@@ -22,8 +22,11 @@ def option_names(group: ScalerunDataclass) -> list[str]:
     return [f.name for f in dataclasses.fields(group) if "aliases" in f.metadata]  # type: ignore[arg-type]
 
 
-def read_yaml(path: Path) -> DictConfig:
+def read_yaml(path: Path, flag: str = "--config") -> DictConfig:
     """Read a configuration file.
+
+    Args:
+        flag: the flag that named it, for messages.
 
     Raises:
         ConfigError: the file is missing, is not YAML, or is not a mapping; names file and line.
@@ -35,17 +38,17 @@ def read_yaml(path: Path) -> DictConfig:
         if isinstance(error, UnicodeDecodeError):
             reason = "it is not UTF-8 text"
         elif reason is None:
-            raise ConfigError(f"--config {path} must be a mapping of settings") from error
-        raise ConfigError(f"--config {path} cannot be read: {reason}") from error
+            raise ConfigError(f"{flag} {path} must be a mapping of settings") from error
+        raise ConfigError(f"{flag} {path} cannot be read: {reason}") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or "it cannot be parsed"
-        raise ConfigError(f"--config {path}{line} is not YAML: {problem}") from error
+        raise ConfigError(f"{flag} {path}{line} is not YAML: {problem}") from error
     if isinstance(yaml.compose(path.read_text(encoding="utf-8")), yaml.ScalarNode):
-        raise ConfigError(f"--config {path} must be a mapping of settings")
+        raise ConfigError(f"{flag} {path} must be a mapping of settings")
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"--config {path} holds a list; it must be a mapping of settings")
+        raise ConfigError(f"{flag} {path} holds a list; it must be a mapping of settings")
     return loaded
 
 

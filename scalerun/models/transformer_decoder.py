@@ -21,6 +21,23 @@ from scalerun.modules.embedding import InputEmbedding
 from scalerun.modules.incremental_state import EncodedSource, IncrementalState
 from scalerun.modules.positions.base_position import positions_after_left_padding
 
+FEW_ROWS = 32
+"""Rows of a decoding step, up to which a CPU multiplies a large matrix faster in pieces."""
+PIECE = 1024
+"""Rows of the matrix in a piece."""
+
+
+def project_to_vocabulary(x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+    """(B, T, V) = x W^T.
+
+    For few rows the kernels of a CPU spend more on arranging a large matrix than on multiplying it;
+    a piece of it stays in the cache.
+    """
+    few = 1 < x_BTD.shape[0] * x_BTD.shape[1] <= FEW_ROWS
+    if few and x_BTD.device.type == "cpu" and not torch.is_grad_enabled():
+        return torch.cat([F.linear(x_BTD, piece) for piece in weight_VD.split(PIECE)], dim=-1)
+    return F.linear(x_BTD, weight_VD)
+
 
 class TransformerDecoder(TransformerStack, BaseDecoder):
     """Embed, run the blocks, norm, project to the vocabulary; receives the maker of its parts.
@@ -152,8 +169,8 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         if self.final_norm is not None:
             x_BTD = self.final_norm(x_BTD)
         if self.output_projection is not None:
-            return self.output_projection(x_BTD)
-        return F.linear(x_BTD, self.embedding.tokens.weight)
+            return project_to_vocabulary(x_BTD, self.output_projection.weight)
+        return project_to_vocabulary(x_BTD, self.embedding.tokens.weight)
 
     def init_incremental_state(self, batch_size: int, max_length: int) -> IncrementalState:
         layers = [block.init_state(batch_size, max_length) for block in self.blocks()]

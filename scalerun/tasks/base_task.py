@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.models.base_model import BaseModel, build_model
 from scalerun.registry import Registry
+
+logger = logging.getLogger(__name__)
 
 
 class BaseTask(ABC):
@@ -142,7 +145,13 @@ class BaseTask(ABC):
             UserError: it was made with another one.
         """
         own = self.state_dict()
-        if state["vocabulary"] != own["vocabulary"]:
+        if state["vocabulary"] is None:
+            logger.warning(
+                "the checkpoint does not know its vocabulary, only that it has %d symbols; that "
+                "--tokenizer is the right one is taken on trust",
+                state["vocabulary_size"],
+            )
+        elif state["vocabulary"] != own["vocabulary"]:
             raise UserError(
                 "the checkpoint was trained with another vocabulary (digest "
                 f"{state['vocabulary'][:8]}, {state['vocabulary_size']} symbols; --tokenizer now "
@@ -153,6 +162,25 @@ class BaseTask(ABC):
     def data_report(self) -> list[dict[str, Any]]:
         """Events about the data since the last call: ``{"event": name, ...}``."""
         return []
+
+
+class UnknownVocabulary:
+    """Stands in a checkpoint for a task, where nobody knows what the rows of the embedding mean.
+
+    Args:
+        size: number of rows.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`BaseTask.state_dict`, without a digest."""
+        return {"vocabulary": None, "vocabulary_size": self.size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take another checkpoint's size."""
+        self.size = state["vocabulary_size"]
 
 
 TASK_REGISTRY: Registry[BaseTask] = Registry("--task", BaseTask)  # type: ignore[type-abstract]

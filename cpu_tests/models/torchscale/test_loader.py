@@ -16,8 +16,9 @@ from scalerun.models.torchscale.loader import (
     load_decoder,
     load_encoder,
     load_encoder_decoder,
+    load_mlm,
 )
-from scalerun.models.torchscale.translate import decoder_config
+from scalerun.models.torchscale.translate import decoder_config, encoder_config
 
 StateMaker = Callable[..., dict[str, Tensor]]
 Sizes = dict[str, int]
@@ -408,3 +409,52 @@ def test_sinusoidal_positions_are_recognised_by_their_key(
     model = load_decoder(decoder_sizes | {"xpos_rel_pos": True}, state, version="main")
     assert type(model.embedding.positions).__name__ == "SinusoidalPositions"
     assert type(model.relative_position).__name__ == "XPos"
+
+
+@torch.no_grad()
+def test_a_masked_language_model_has_the_head_of_the_example(
+    golden_state: StateMaker, golden_tokens: Tensor, encoder_sizes: Sizes
+) -> None:
+    state = golden_state(side="encoder", output=False)
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"dense.weight": (32, 32), "dense.bias": (32,), "bias": (23,)}
+    shapes |= {"layer_norm.weight": (32,), "layer_norm.bias": (32,)}
+    head = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+    state |= {f"output_projection.{key}": tensor for key, tensor in head.items()}
+    table = state["embed_tokens.weight"]
+    state["output_projection.weight"] = table.clone()
+    fields = encoder_sizes | {"activation_fn": "relu", "layernorm_eps": 1e-3}
+    bare = {key: tensor for key, tensor in state.items() if "output_projection" not in key}
+    features = load_encoder(fields, bare, version="main").eval()(golden_tokens).features
+    model = load_mlm(fields, state, version="main").eval()
+    x = torch.relu(features.double() @ head["dense.weight"].double().T + head["dense.bias"])
+    x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
+    x = x * head["layer_norm.weight"] + head["layer_norm.bias"]
+    expected = x @ table.double().T + head["bias"]
+    torch.testing.assert_close(model(golden_tokens).logits.double(), expected, rtol=1e-5, atol=1e-5)
+    state["output_projection.weight"] += 1
+    with pytest.raises(UserError, match="but they differ"):
+        load_mlm(fields, state, version="main")
+
+
+def test_override_of_the_old_version_places_no_norms() -> None:
+    given = DecoderConfig(deepnorm=True, decoder_normalize_before=True)
+    for version, residual in (
+        ("0.3.0", "deep_norm"),
+        ("0.3.0-override", "pre_norm"),
+        ("main", "pre_norm"),
+    ):
+        assert decoder_config(given, version=version).decoder_stack().axes.residual == residual
+    given = EncoderConfig(deepnorm=True, encoder_normalize_before=True)
+    for version, residual in (
+        ("0.3.0", "deep_norm"),
+        ("0.3.0-override", "pre_norm"),
+        ("main", "deep_norm"),
+    ):
+        assert encoder_config(given, version=version).encoder_stack().axes.residual == residual
+
+
+def test_settings_without_effect_are_left_out() -> None:
+    given = DecoderConfig(rel_pos_buckets=32, max_rel_pos=0, xpos_scale_base=64)
+    cfg = decoder_config(given, version="main")
+    assert (cfg.relative_position, cfg.rel_pos_buckets, cfg.xpos_scale_base) == ("none", 0, 512)

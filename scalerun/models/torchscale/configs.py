@@ -11,7 +11,10 @@ from typing import Any, Self, TypeVar
 
 from scalerun.dataclass.errors import ConfigError
 
-VERSIONS = ("main", "0.3.0")
+OVERRIDDEN = "0.3.0-override"
+"""A configuration of 0.3.0 that ``override`` has changed, as in TorchScale's examples: that version
+does not place the norms anew."""
+VERSIONS = ("main", "0.3.0", OVERRIDDEN)
 
 
 @dataclass(kw_only=True)
@@ -67,12 +70,13 @@ class SharedConfig:
         """The configuration of a mapping, such as one read from a file.
 
         Raises:
-            ConfigError: TorchScale's class has no such field.
+            ConfigError: TorchScale's class has no such field, or the field is of another type.
         """
-        known = {field.name for field in fields(cls)}
-        for name in values:
+        known = {field.name: field.default for field in fields(cls)}
+        for name, value in values.items():
             if name not in known:
                 raise ConfigError(f"TorchScale's {cls.__name__} has no field {name!r}")
+            _check_type(name, value, known[name])
         return cls(**values)
 
     def override(self, args: object) -> None:
@@ -82,6 +86,14 @@ class SharedConfig:
             if value is not None:
                 setattr(self, field.name, value)
         self.__post_init__()
+
+
+def _check_type(name: str, value: Any, default: Any) -> None:
+    """Refuse a value of another type than the field's default; a whole number is also a float."""
+    kind = type(default)
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    if default is not None and not fits:
+        raise ConfigError(f"TorchScale's {name} is {value!r}; give a {kind.__name__}")
 
 
 @dataclass(kw_only=True)
@@ -156,8 +168,9 @@ def as_config(
         ConfigError: a field or the version is not known, or the version has no such field.
     """
     if version not in VERSIONS:
-        raise ConfigError(f"TorchScale version {version!r} is not known (choices: main, 0.3.0)")
+        choices = ", ".join(VERSIONS)
+        raise ConfigError(f"TorchScale version {version!r} is not known (choices: {choices})")
     cfg = kind.from_fields(given) if isinstance(given, Mapping) else given
-    if version == "0.3.0" and isinstance(cfg, AttentionFields) and cfg.segment_length:
+    if version != "main" and isinstance(cfg, AttentionFields) and cfg.segment_length:
         raise ConfigError("TorchScale 0.3.0 has no segment_length; it came with version main")
     return cfg

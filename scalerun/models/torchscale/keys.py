@@ -21,6 +21,8 @@ RENAMES = (
     (rf"layernorm_embedding{HALF}\.(weight|bias)", r"embedding.norm\1.\2"),
     (rf"layer_norm{HALF}\.(weight|bias)", r"final_norm\1.\2"),
     (r"output_projection\.(weight)", r"output_projection.\1"),
+    (r"output_projection\.(dense\.weight|dense\.bias|bias)", r"head.\1"),
+    (r"output_projection\.layer_norm\.(weight|bias)", r"head.norm.\1"),
     (
         r"(?:self_attn_)?relative_position\.relative_attention_bias\.(weight)",
         r"relative_position.\1",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
-from scalerun.models.base_model import BaseModel
+from scalerun.models import transformer_encoder, transformer_lm, transformer_mlm, transformer_mt
+from scalerun.models.base_model import MODEL_REGISTRY
 from scalerun.models.encoder_decoder import EncoderDecoder
 from scalerun.models.torchscale.configs import (
     DecoderConfig,
@@ -29,11 +30,35 @@ from scalerun.models.torchscale.translate import (
     decoder_config,
     encoder_config,
     encoder_decoder_config,
+    mlm_config,
 )
 from scalerun.models.transformer_encoder import TransformerEncoder
 from scalerun.models.transformer_lm import TransformerLM
-from scalerun.models.transformer_mt import TransformerMT
+from scalerun.models.transformer_mlm import TransformerMLM
 from scalerun.modules.positions.learned import OFFSET
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A TorchScale model in scalerun's words."""
+
+    arch: str
+    """The name that ``--arch`` knows the model by."""
+    cfg: ScalerunDataclass
+    weights: Mapping[str, Tensor]
+    vocab_size: int
+
+    def build(self, padding_idx: int | None = None) -> Any:
+        """The model, on the CPU, in float32.
+
+        Raises:
+            UserError: names or shapes of the weights do not fit the settings.
+        """
+        with torch.device("meta"):
+            model = MODEL_REGISTRY.get(self.arch).cls.build_model(
+                self.cfg, vocab_size=self.vocab_size, padding_idx=padding_idx
+            )
+        return fill(model, self.weights)
 
 
 def load_encoder(
@@ -48,21 +73,29 @@ def load_encoder(
     Args:
         given: TorchScale's configuration, or what was passed to it.
         state: the encoder's state dict, its keys without prefix.
-        version: which TorchScale trained it: ``main`` or ``0.3.0``.
+        version: which TorchScale trained it: ``main``, ``0.3.0``, or ``0.3.0-override`` where the
+            configuration was changed by ``override``, as in TorchScale's examples.
         padding_idx: number of the padding symbol.
 
     Raises:
         ConfigError: the configuration chooses something that is not there.
         UserError: keys or shapes do not fit the configuration.
     """
-    given = as_config(EncoderConfig, given, version)
-    weights = convert_keys(state)
-    if "output_projection.weight" not in weights and not given.share_encoder_input_output_embed:
-        given = replace(given, no_output_layer=True)
-    cfg = encoder_config(given, version=version, **_positions({"encoder": state}))
-    if cfg.share_encoder_input_output_embed:
-        drop_tied(weights, "output_projection.weight", "embedding.tokens.weight")
-    return _filled(TransformerEncoder, cfg, state, weights, padding_idx)
+    return translate_encoder(given, state, version=version).build(padding_idx)
+
+
+def load_mlm(
+    given: EncoderConfig | Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    *,
+    version: str,
+    padding_idx: int | None = None,
+) -> TransformerMLM:
+    """An encoder with the head of TorchScale's masked-language-modelling example.
+
+    Arguments and errors as in :func:`load_encoder`.
+    """
+    return translate_mlm(given, state, version=version).build(padding_idx)
 
 
 def load_decoder(
@@ -73,14 +106,7 @@ def load_decoder(
     padding_idx: int | None = None,
 ) -> TransformerLM:
     """A decoder; arguments and errors as in :func:`load_encoder`."""
-    given = as_config(DecoderConfig, given, version)
-    if given.multiway:
-        state = drop_unused_halves(state)
-    cfg = decoder_config(given, version=version, **_positions({"decoder": state}))
-    weights = convert_keys(state)
-    if cfg.share_decoder_input_output_embed:
-        drop_tied(weights, "output_projection.weight", "embedding.tokens.weight")
-    return _filled(TransformerLM, cfg, state, weights, padding_idx)
+    return translate_decoder(given, state, version=version).build(padding_idx)
 
 
 def load_encoder_decoder(
@@ -95,6 +121,52 @@ def load_encoder_decoder(
     Args:
         state: its keys begin with ``encoder.`` or ``decoder.``.
     """
+    return translate_encoder_decoder(given, state, version=version).build(padding_idx)
+
+
+def translate_encoder(
+    given: EncoderConfig | Mapping[str, Any], state: Mapping[str, Tensor], *, version: str
+) -> Translation:
+    """What :func:`load_encoder` builds."""
+    given = as_config(EncoderConfig, given, version)
+    weights = convert_keys(state)
+    if "output_projection.weight" not in weights and not given.share_encoder_input_output_embed:
+        given = replace(given, no_output_layer=True)
+    cfg = encoder_config(given, version=version, **_positions({"encoder": state}))
+    if cfg.share_encoder_input_output_embed:
+        drop_tied(weights, "output_projection.weight", "embedding.tokens.weight")
+    return Translation(transformer_encoder.MODEL, cfg, weights, _vocab_size(state))
+
+
+def translate_mlm(
+    given: EncoderConfig | Mapping[str, Any], state: Mapping[str, Tensor], *, version: str
+) -> Translation:
+    """What :func:`load_mlm` builds."""
+    given = as_config(EncoderConfig, given, version)
+    cfg = mlm_config(given, version=version, **_positions({"encoder": state}))
+    weights = convert_keys(state)
+    drop_tied(weights, "output_projection.weight", "embedding.tokens.weight")
+    return Translation(transformer_mlm.MODEL, cfg, weights, _vocab_size(state))
+
+
+def translate_decoder(
+    given: DecoderConfig | Mapping[str, Any], state: Mapping[str, Tensor], *, version: str
+) -> Translation:
+    """What :func:`load_decoder` builds."""
+    given = as_config(DecoderConfig, given, version)
+    if given.multiway:
+        state = drop_unused_halves(state)
+    cfg = decoder_config(given, version=version, **_positions({"decoder": state}))
+    weights = convert_keys(state)
+    if cfg.share_decoder_input_output_embed:
+        drop_tied(weights, "output_projection.weight", "embedding.tokens.weight")
+    return Translation(transformer_lm.MODEL, cfg, weights, _vocab_size(state))
+
+
+def translate_encoder_decoder(
+    given: EncoderDecoderConfig | Mapping[str, Any], state: Mapping[str, Tensor], *, version: str
+) -> Translation:
+    """What :func:`load_encoder_decoder` builds."""
     given = as_config(EncoderDecoderConfig, given, version)
     sides = {side: without_prefix(state, f"{side}.") for side in ("encoder", "decoder")}
     cfg = encoder_decoder_config(given, version=version, **_positions(sides))
@@ -112,19 +184,7 @@ def load_encoder_decoder(
             "share_all_embeddings is set, but the encoder's and the decoder's embed_tokens.weight "
             "differ"
         )
-    return _filled(TransformerMT, cfg, sides["decoder"], weights, padding_idx)
-
-
-def _filled(
-    kind: type[BaseModel],
-    cfg: ScalerunDataclass,
-    state: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
-    padding_idx: int | None,
-) -> Any:
-    with torch.device("meta"):
-        model = kind.build_model(cfg, vocab_size=_vocab_size(state), padding_idx=padding_idx)
-    return fill(model, weights)
+    return Translation(transformer_mt.MODEL, cfg, weights, _vocab_size(sides["decoder"]))
 
 
 def fill(model: Any, weights: Mapping[str, Tensor]) -> Any:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.models.retnet import MODEL, RetNetLM
 from scalerun.models.retnet import RetNetConfig as OurConfig
-from scalerun.models.retnet import RetNetLM
-from scalerun.models.torchscale.configs import SharedConfig, as_config
-from scalerun.models.torchscale.loader import drop_tied, fill
+from scalerun.models.torchscale.configs import OVERRIDDEN, SharedConfig, as_config
+from scalerun.models.torchscale.loader import Translation, drop_tied
 from scalerun.models.torchscale.moe import GATE_RENAMES, moe_settings, stack_experts
 from scalerun.modules.init import initialize
 from scalerun.modules.retention_decay import angles, log_decays
@@ -22,7 +22,11 @@ from scalerun.modules.retention_decay import angles, log_decays
 VERSION = "0.3.0"
 """DeepNorm and SubLN place the norms as their papers say."""
 
-NORM_EPS_MODES = {"main": "torchscale", "0.3.0": "torchscale_0.3.0"}
+NORM_EPS_MODES = {
+    "main": "torchscale",
+    "0.3.0": "torchscale_0.3.0",
+    OVERRIDDEN: "torchscale_0.3.0",
+}
 """Denominators of retention by version of TorchScale."""
 
 SAME = (
@@ -86,8 +90,8 @@ def retnet_config(given: RetNetConfig, *, version: str) -> OurConfig:
     """A RetNet's settings.
 
     Args:
-        version: ``main`` or ``0.3.0``. They differ in the denominators of retention, and in whether
-            DeepNorm moves the norms: in ``main`` it is pre-norm unless
+        version: one of :data:`VERSIONS`. They differ in the denominators of retention, and in
+            whether DeepNorm moves the norms: only in ``0.3.0``; elsewhere it is pre-norm unless
             ``decoder_normalize_before`` is switched off.
 
     Raises:
@@ -143,13 +147,21 @@ def load_retnet(
     Args:
         given: TorchScale's configuration, or what was passed to it.
         state: the decoder's state dict, its keys without prefix.
-        version: which TorchScale trained it: ``main`` or ``0.3.0``.
+        version: as in :func:`~scalerun.models.torchscale.loader.load_encoder`.
         padding_idx: number of the padding symbol.
 
     Raises:
         ConfigError: the configuration chooses something that is not there.
         UserError: keys or shapes do not fit the configuration.
     """
+    model: RetNetLM = translate_retnet(given, state, version=version).build(padding_idx)
+    return model
+
+
+def translate_retnet(
+    given: RetNetConfig | Mapping[str, Any], state: Mapping[str, Tensor], *, version: str
+) -> Translation:
+    """What :func:`load_retnet` builds."""
     cfg = retnet_config(as_config(RetNetConfig, given, version), version=version)
     weights = convert_retnet_keys(state)
     embedding = weights.get("embedding.tokens.weight")
@@ -157,8 +169,7 @@ def load_retnet(
         raise UserError("the state dict has no embed_tokens.weight")
     if cfg.share_decoder_input_output_embed:
         drop_tied(weights, "output_projection.weight", "embedding.tokens.weight")
-    model: RetNetLM = fill(_on_meta(cfg, embedding.shape[0], padding_idx), weights)
-    return model
+    return Translation(MODEL, cfg, weights, embedding.shape[0])
 
 
 def convert_retnet_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,7 +6,10 @@ from typing import Any
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.literals import SettingType
+from scalerun.models.attention_config import XPOS_BASE
+from scalerun.models.beit3 import BEiT3Config
 from scalerun.models.torchscale.configs import (
+    OVERRIDDEN,
     AttentionFields,
     DecoderConfig,
     EncoderConfig,
@@ -15,6 +18,7 @@ from scalerun.models.torchscale.configs import (
 from scalerun.models.torchscale.moe import moe_settings
 from scalerun.models.transformer_config import TransformerConfig
 from scalerun.models.transformer_encoder import TransformerEncoderConfig
+from scalerun.models.transformer_mlm import TransformerMLMConfig
 from scalerun.models.transformer_mt import TransformerMTConfig
 
 SHARED = (
@@ -52,6 +56,7 @@ DECODER = (
     "share_decoder_input_output_embed",
     "max_target_positions",
 )
+IMAGE = ("img_size", "patch_size", "in_chans")
 """Fields that mean the same here."""
 LISTS = ("segment_length", "dilated_ratio")
 KEPT = {"keep_norm_placement": True}
@@ -63,19 +68,35 @@ def encoder_config(
     """An encoder's settings.
 
     Args:
-        version: ``main`` or ``0.3.0``.
+        version: one of :data:`VERSIONS`.
         positions: settings of absolute positions, which TorchScale takes as modules.
 
     Raises:
         ConfigError: a setting is out of range or has no form here.
     """
     cfg = TransformerEncoderConfig(
-        **(_copied(given, SHARED + ENCODER) | positions),
-        **_options(given),
-        **_placed_norms(given, ("encoder",), version),
-        **_zero_keys(given, version),
+        **_settings(given, ENCODER, ("encoder",), version, positions),
         multiway=given.multiway,
         share_encoder_input_output_embed=given.share_encoder_input_output_embed,
+        no_output_layer=given.no_output_layer,
+    )
+    cfg.validate()
+    return cfg
+
+
+def mlm_config(given: EncoderConfig, *, version: str, **positions: Any) -> TransformerMLMConfig:
+    """A masked language model's settings; arguments and errors as in :func:`encoder_config`."""
+    cfg = TransformerMLMConfig(
+        **_settings(given, ENCODER, ("encoder",), version, positions), multiway=given.multiway
+    )
+    cfg.validate()
+    return cfg
+
+
+def beit3_config(given: EncoderConfig, *, version: str, **positions: Any) -> BEiT3Config:
+    """BEiT-3's settings; arguments and errors as in :func:`encoder_config`."""
+    cfg = BEiT3Config(
+        **_settings(given, ENCODER + IMAGE, ("encoder",), version, positions),
         no_output_layer=given.no_output_layer,
     )
     cfg.validate()
@@ -86,11 +107,7 @@ def decoder_config(given: DecoderConfig, *, version: str, **positions: Any) -> T
     """A decoder's settings; arguments and errors as in :func:`encoder_config`."""
     if given.no_output_layer:
         raise ConfigError("TorchScale's no_output_layer has no form for a decoder; leave it out")
-    cfg = TransformerConfig(
-        **(_copied(given, SHARED + DECODER) | positions),
-        **_options(given),
-        **_placed_norms(given, ("decoder",), version),
-    )
+    cfg = TransformerConfig(**_settings(given, DECODER, ("decoder",), version, positions))
     cfg.validate()
     return cfg
 
@@ -105,41 +122,49 @@ def encoder_decoder_config(
             "them out"
         )
     cfg = TransformerMTConfig(
-        **(_copied(given, SHARED + ENCODER + DECODER) | positions),
-        **_options(given),
-        **_placed_norms(given, ("encoder", "decoder"), version),
-        **_zero_keys(given, version),
+        **_settings(given, ENCODER + DECODER, ("encoder", "decoder"), version, positions),
         share_all_embeddings=given.share_all_embeddings,
     )
     cfg.validate()
     return cfg
 
 
+def _settings(
+    given: AttentionFields,
+    own: tuple[str, ...],
+    sides: tuple[str, ...],
+    version: str,
+    positions: dict[str, Any],
+) -> dict[str, Any]:
+    """What all kinds of models have in common, and the fields ``own`` of this kind."""
+    copied = {name: getattr(given, name) for name in SHARED + own}
+    copied |= {name: _numbers(name, copied[name]) for name in LISTS}
+    if "encoder" in sides:
+        # main, the version with LongNet, counts what fills up an encoder's last segment.
+        copied["encoder_zero_keys"] = version == "main" and bool(given.segment_length)
+    # TorchScale ignores these; here a setting without effect is refused.
+    if not copied["xpos_rel_pos"]:
+        copied["xpos_scale_base"] = XPOS_BASE
+    if given.rel_pos_buckets <= 0 or given.max_rel_pos <= 0:
+        copied |= {"rel_pos_buckets": 0, "max_rel_pos": 0}
+    return copied | positions | _options(given) | _placed_norms(given, sides, version)
+
+
 def _placed_norms(given: AttentionFields, sides: tuple[str, ...], version: str) -> dict[str, Any]:
     """Where that version of TorchScale puts the norms.
 
-    An encoder's follow DeepNorm and SubLN in both versions. In ``main`` a decoder keeps its own
-    ``decoder_normalize_before``, so that DeepNorm is pre-norm unless that is switched off.
+    DeepNorm and SubLN place an encoder's norms in both versions. In ``main`` a decoder keeps its
+    own ``decoder_normalize_before``, so that DeepNorm is pre-norm unless that is switched off.
     """
-    asked = {side: bool(getattr(given, f"{side}_normalize_before")) for side in sides}
+    placed = {side: bool(getattr(given, f"{side}_normalize_before")) for side in sides}
+    usual = not given.deepnorm
     if given.deepnorm or given.subln:
-        usual = not given.deepnorm
-        kept = asked.get("decoder", usual) if version == "main" else usual
-        if kept == usual:
+        forced = {"main": ("encoder",), "0.3.0": ("encoder", "decoder"), OVERRIDDEN: ()}[version]
+        placed |= {side: usual for side in sides if side in forced}
+        if all(before == usual for before in placed.values()):
             return {}
-        asked |= {"encoder": usual} if "encoder" in sides else {}
-        return {f"{side}_normalize_before": asked[side] for side in sides} | KEPT
-    return {f"{side}_normalize_before": before for side, before in asked.items()}
-
-
-def _zero_keys(given: AttentionFields, version: str) -> dict[str, Any]:
-    """``main``, the version with LongNet, counts what fills up an encoder's last segment."""
-    return {"encoder_zero_keys": version == "main" and bool(given.segment_length)}
-
-
-def _copied(given: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    copied = {name: getattr(given, name) for name in names}
-    return copied | {name: _numbers(name, copied[name]) for name in LISTS}
+    kept = KEPT if given.deepnorm or given.subln else {}
+    return {f"{side}_normalize_before": before for side, before in placed.items()} | kept
 
 
 def _numbers(name: str, value: str | list[int] | None) -> list[int]:
