@@ -27,8 +27,12 @@ XMOE: dict[str, Any] = {
 
 @register_model_architecture(MODEL, "xmoe_tiny")
 def xmoe_tiny() -> TransformerConfig:
-    """``lm_tiny`` with 8 experts in every second layer: 2.7 million parameters (264 symbols)."""
-    return lm_tiny().replace(**XMOE, moe_expert_count=8)
+    """``lm_tiny`` with 8 experts in every second layer: 2.7 million parameters (264 symbols).
+
+    In evaluation every token finds a place, so that no text depends on its neighbours in a batch.
+    """
+    settings = XMOE | {"moe_eval_capacity_token_fraction": 1.0}
+    return lm_tiny().replace(**settings, moe_expert_count=8)
 
 
 @register_model_architecture(MODEL, "xmoe_base")
