@@ -104,16 +104,48 @@ def test_other_content_is_refused(tmp_path: Path, content: Any, message: str) ->
         read_weight_file(saved(tmp_path, content))
 
 
-@pytest.mark.parametrize("name", ["cut.pt", "junk.pt", "empty.pt", "cut.safetensors", "zip.pt"])
-def test_damaged_files_are_refused(tmp_path: Path, name: str) -> None:
+DAMAGED = ["cut.pt", "half.pt", "junk.pt", "empty.pt", "cut.safetensors", "zip.pt"]
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
     whole = saved(tmp_path, STATE).read_bytes()
-    content = {"cut": whole[: len(whole) // 2], "junk": b"hello", "empty": b"", "zip": whole}
+    contents = {
+        "cut": whole[:-1],
+        "half": whole[: len(whole) // 2],
+        "junk": b"hello",
+        "empty": b"",
+        "zip": whole.replace(b"data.pkl", b"dota.pkl"),
+    }
     path = tmp_path / name
-    path.write_bytes(content[path.stem])
-    if path.stem == "zip":
-        path.write_bytes(whole.replace(b"data.pkl", b"dota.pkl"))
-    with pytest.raises(UserError, match="damaged"):
+    path.write_bytes(contents[path.stem])
+    with pytest.raises(UserError, match=f"{name} is damaged or no weight file: "):
         read_weight_file(path)
+
+
+@pytest.mark.parametrize("archive", [True, False], ids=["archive", "legacy"])
+def test_a_file_that_was_cut_anywhere_is_refused(tmp_path: Path, archive: bool) -> None:
+    path = saved(tmp_path, STATE, _use_new_zipfile_serialization=archive)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 37):
+        path.write_bytes(whole[:length])
+        with pytest.raises(UserError, match=r"file\.pt is damaged or no weight file: "):
+            read_weight_file(path)
+
+
+def test_a_flipped_bit_in_an_archive_changes_no_weight_in_silence(tmp_path: Path) -> None:
+    path = saved(tmp_path, STATE)
+    whole = path.read_bytes()
+    data = whole.index(STATE["layer.weight"].numpy().tobytes())
+    for place in [data, data + 23, *range(0, len(whole), 29)]:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        try:
+            state = read_weight_file(path).state
+        except UserError as error:
+            assert str(path) in str(error)
+        else:
+            assert place not in (data, data + 23)
+            torch.testing.assert_close(state, STATE, rtol=0, atol=0)
 
 
 def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
