@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,25 @@ def test_a_contradictory_config_builds_nothing(
             seed=1,
             device=CPU,
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"activation_fn": "geluu"}, "--activation-fn: 'geluu' is not a choice; did you mean gelu"),
+        ({"init": "x"}, "--init: 'x' is not a choice"),
+        ({"moe_gate": "q"}, "--moe-gate: 'q' is not a choice"),
+        ({"decoder_layers": "2"}, "--decoder-layers: '2' is not a whole number"),
+        ({"decoder_layers": True}, "--decoder-layers: True is not a whole number"),
+        ({"dropout": None}, "--dropout: None is not a number"),
+        ({"segment_length": 4}, "--segment-length: 4 is not a list of whole numbers"),
+    ],
+)
+def test_what_a_flag_cannot_be_builds_nothing(
+    changes: dict[str, Any], words: str, make_config: Callable[..., TransformerConfig]
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_model(make_config(**changes), vocab_size=9, padding_idx=None, seed=1, device=CPU)
 
 
 class MeanMixer(Mixer):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from scalerun.dataclass.errors import UserError
+from scalerun.dataclass.flags import check_settings
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.modules.init import initialize
 from scalerun.registry import Registry, unknown_name
@@ -168,8 +169,11 @@ def build_model(
         vocab_size: rows of the embedding.
         padding_idx: number of the padding symbol, whose embedding starts at 0.
         seed: decides all weights, whatever the device.
+
+    Raises:
+        ConfigError: a setting is of another type, is no choice, or contradicts another one.
     """
-    cfg.validate()
+    check_settings(cfg)
     model_class = MODEL_REGISTRY.class_for(cfg)
     with torch.device("meta"):
         model = model_class.build_model(cfg, vocab_size=vocab_size, padding_idx=padding_idx)

@@ -162,7 +162,7 @@ def _tensors(path: Path, content: Mapping[Any, Any]) -> dict[str, Tensor]:
     for key, value in content.items():
         if not isinstance(value, Tensor):
             raise UserError(
-                f"{path} is no state dict: {key!r} is a {type(value).__name__}; {REMEDY}"
+                f"{path} is no state dict: {key!r} is of type {type(value).__name__}; {REMEDY}"
             )
         if not value.is_floating_point():
             raise UserError(
