@@ -108,6 +108,11 @@ AT_ONCE = {
     "missing tracker": (["--aim-repo", "aim"], "pip install aim"),
     "tracker's folder": (["--tensorboard-logdir", "data/train/00/verse.jsonl/x"], "--tensorboard"),
     "pattern without parameters": (["--lr-scale", "nothing*=0.1"], "nothing*"),
+    "experts without their loss": (
+        ["--moe-freq", "1", "--moe-expert-count", "2"],
+        "give --criterion moe_cross_entropy",
+    ),
+    "loss without experts": (["--criterion", "moe_cross_entropy"], "needs a model with experts"),
 }
 
 
