@@ -101,6 +101,13 @@ class ScalerunDataclass:
         object.__setattr__(copy, "_name", self._name)
         return copy
 
+    def resolved(self) -> Self:
+        """A copy in which what is left open, or has two spellings, is filled in.
+
+        Configurations of equal functions should be equal when they are resolved.
+        """
+        return self.replace()
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain containers, nested like the groups; a component's name is ``_name``."""
         result: dict[str, Any] = {} if self._name is None else {"_name": self._name}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
@@ -71,6 +72,14 @@ class MoEConfig(ScalerunDataclass):
     def is_moe_layer(self, layer: int) -> bool:
         """Whether a layer (from 0) has experts."""
         return self.moe_freq > 0 and (layer + 1) % self.moe_freq == 0
+
+    def resolved(self) -> Self:
+        copy = super().resolved()
+        if self.moe_freq > 0:
+            copy.use_xmoe = False  # what it stands for
+            copy.moe_gate = self.gate_name()
+            copy.moe_normalize_gate_prob_before_dropping = self.gating().normalize_before_dropping
+        return copy
 
     def gate_name(self) -> str:
         """The gate that these settings choose."""
