@@ -167,3 +167,5 @@ def describe(cfg: ScalerunConfig, parts: TrainerParts) -> None:
         precision.device,
         torch.get_num_threads(),
     )
+    for sentence in cfg.model.warnings():
+        logger.warning(sentence)

@@ -68,6 +68,10 @@ class ScalerunDataclass:
             ConfigError: a value is out of range or two settings contradict each other.
         """
 
+    def warnings(self) -> list[str]:
+        """What is allowed and seldom meant, a sentence for each; logged when a run starts."""
+        return []
+
     def named(self, name: str) -> Self:
         """Return self, remembering the registered name it was chosen by."""
         object.__setattr__(self, "_name", name)
