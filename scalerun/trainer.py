@@ -90,17 +90,17 @@ class Trainer:
                 ("metrics", ckpt.reset_meters),
                 ("throughput", ckpt.reset_meters),
                 ("loader", ckpt.reset_dataloader),
-                ("criterion", True),  # a new run may have a loss of its own
+                # A new run may have a loss of its own, and a function of its own of equal shapes.
+                ("criterion", True),
+                ("architecture", True),
             )
             if reset
         }
         loaded = self.checkpoints.load_latest(
-            self.stateful(),
-            skip=skip,
-            optional=("ema", "loss_scaler", "criterion"),
-            optional_elsewhere=("architecture",),
+            self.stateful(), skip=skip, optional=("ema", "loss_scaler", "criterion")
         )
         if loaded is not None and loaded.restored:
+            Architecture(self.cfg.model).adapt(loaded.state.get("architecture"), loaded.path)
             if ckpt.reset_lr_scheduler:
                 self.progress.num_updates = 0
             if ckpt.reset_meters:

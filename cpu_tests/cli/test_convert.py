@@ -246,6 +246,15 @@ def test_an_output_that_holds_something_is_refused(files, stack_state, tmp_path)
     assert (tmp_path / "run/notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_values_that_are_not_finite_are_refused(files, stack_state, tmp_path, value):
+    state = stack_state()
+    state["layers.0.ffn.fc1.weight"][1, 1] = value
+    with pytest.raises(UserError, match=r"weights\.pt holds .* not finite: layers\.0\.ffn\.fc1\.w"):
+        main(files(state))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_tokenizer_that_does_not_fit_is_refused(files, stack_state, tmp_path):
     words = [*files(stack_state(vocab=265)), "--tokenizer", "bytes"]
     with pytest.raises(UserError, match=r"has 265 rows, but --tokenizer bytes .* for 264 rows"):

@@ -108,6 +108,11 @@ AT_ONCE = {
     "missing tracker": (["--aim-repo", "aim"], "pip install aim"),
     "tracker's folder": (["--tensorboard-logdir", "data/train/00/verse.jsonl/x"], "--tensorboard"),
     "pattern without parameters": (["--lr-scale", "nothing*=0.1"], "nothing*"),
+    "experts without their loss": (
+        ["--moe-freq", "1", "--moe-expert-count", "2"],
+        "give --criterion moe_cross_entropy",
+    ),
+    "loss without experts": (["--criterion", "moe_cross_entropy"], "needs a model with experts"),
 }
 
 
@@ -276,6 +281,21 @@ def test_another_criterion_is_refused_on_resume_and_welcome_in_a_new_run(
     assert "trained with --criterion cross_entropy, not other_loss" in refused.error
     new = [*other, "--save-dir", "new", "--restore-file", "run"]
     assert run("train", corpus, *tiny, *new).code == 0
+
+
+def test_dense_weights_become_a_longnet_in_a_new_run_alone(run, corpus, tiny, trained, tmp_path):
+    longnet = ["--segment-length", "8,16", "--dilated-ratio", "2,2", "--max-update", "6"]
+    refused = run("train", corpus, *tiny, *LAST, *longnet)
+    assert refused.code == 1
+    assert "trained with --dilated-ratio [], not 2,2" in refused.error
+    words = [*tiny, *longnet, "--save-dir", "new", "--restore-file", "run"]
+    new = run("train", corpus, *words)
+    assert new.code == 0, new.stderr
+    assert new.stderr.count("were trained with --dilated-ratio [], now 2,2; --segment-length") == 1
+    assert new.stderr.count("--dilated-ratio 2,2 has no 1") == 1
+    again = run("train", corpus, *words)
+    assert again.code == 0, again.stderr
+    assert "were trained with" not in again.stderr
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,11 @@ from scalerun.criterions.cross_entropy import CrossEntropyConfig
 from scalerun.criterions.moe import MoECrossEntropyConfig
 from scalerun.data.batch import IGNORE_INDEX, Batch
 from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.models.base_model import build_model
+from scalerun.models.transformer_lm import lm_tiny
+from scalerun.models.xmoe import xmoe_tiny
 from scalerun.modules.auxiliary import Auxiliary
+from scalerun.modules.feed_forward import PerToken
 
 
 class Experts(nn.Module):
@@ -88,6 +92,33 @@ def test_a_model_without_experts_is_refused() -> None:
         build_criterion(MoECrossEntropyConfig())(Experts(), batch_of(3))
 
 
+def test_a_loss_and_a_model_that_do_not_fit_are_refused_before_they_compute() -> None:
+    cpu = torch.device("cpu")
+    dense, experts = (
+        build_model(cfg, vocab_size=9, padding_idx=None, seed=1, device=cpu)
+        for cfg in (lm_tiny(), xmoe_tiny())
+    )
+    plain, gated = build_criterion(CrossEntropyConfig()), build_criterion(MoECrossEntropyConfig())
+    plain.check_model(dense)
+    gated.check_model(experts)
+    with pytest.raises(ConfigError, match="give --criterion moe_cross_entropy"):
+        plain.check_model(experts)
+    with pytest.raises(ConfigError, match="needs a model with experts"):
+        gated.check_model(dense)
+
+
+def test_a_layer_that_does_not_say_whether_it_has_a_loss_is_not_refused() -> None:
+    class Unknown(PerToken):
+        def forward(self, x_BTD: torch.Tensor, context: Any) -> Any:
+            return x_BTD, None
+
+        def num_active_weights(self) -> int:
+            return 0
+
+    for cfg in (CrossEntropyConfig(), MoECrossEntropyConfig()):
+        build_criterion(cfg).check_model(Unknown())
+
+
 @pytest.mark.parametrize("weight", [-0.1, math.nan, math.inf])
 def test_a_weight_that_is_no_share_is_refused(weight: float) -> None:
     with pytest.raises(ConfigError, match="--moe-gate-loss-wt is"):
@@ -136,5 +167,5 @@ def test_training_experts_without_a_gate_loss_is_one_sentence(
     run: Any, corpus: Any, tiny: list[str]
 ) -> None:
     failed = run("train", corpus, *tiny, *EXPERTS, "--max-update", "1", "--save-dir", "run")
-    assert failed.code == 1
+    assert failed.code == 2
     assert "give --criterion moe_cross_entropy" in failed.error

@@ -51,3 +51,19 @@ def test_a_number_that_no_tensor_can_hold_is_refused():
 def test_other_types_are_no_settings(annotation):
     with pytest.raises(TypeError, match="a setting cannot be"):
         SettingType.of(annotation)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "accepted", "refused"),
+    [
+        (int, [3], [True, 3.0, "3", None, [3]]),
+        (float, [3, 0.5], [True, "0.5", None]),
+        (bool | None, [True, None], [1, "true"]),
+        (list[int], [[], [1, 2]], [(1,), [1.0], ["1"], None, 1]),
+        (dict[str, float], [{}, {"a": 1}], [{1: 1.0}, {"a": "1"}, []]),
+    ],
+)
+def test_values_are_told_from_those_of_another_type(annotation, accepted, refused):
+    kind = SettingType.of(annotation)
+    assert all(map(kind.accepts, accepted))
+    assert not any(map(kind.accepts, refused))

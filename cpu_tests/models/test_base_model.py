@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +94,25 @@ def test_a_contradictory_config_builds_nothing(
         )
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"activation_fn": "geluu"}, "--activation-fn: 'geluu' is not a choice; did you mean gelu"),
+        ({"init": "x"}, "--init: 'x' is not a choice"),
+        ({"moe_gate": "q"}, "--moe-gate: 'q' is not a choice"),
+        ({"decoder_layers": "2"}, "--decoder-layers: '2' is not a whole number"),
+        ({"decoder_layers": True}, "--decoder-layers: True is not a whole number"),
+        ({"dropout": None}, "--dropout: None is not a number"),
+        ({"segment_length": 4}, "--segment-length: 4 is not a list of whole numbers"),
+    ],
+)
+def test_what_a_flag_cannot_be_builds_nothing(
+    changes: dict[str, Any], words: str, make_config: Callable[..., TransformerConfig]
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_model(make_config(**changes), vocab_size=9, padding_idx=None, seed=1, device=CPU)
+
+
 class MeanMixer(Mixer):
     """Each token sees the mean of all tokens so far."""
 
@@ -141,5 +162,52 @@ def test_a_checkpoint_older_than_a_setting_goes_on_with_its_default(
     old = Architecture(make_config()).state_dict()
     del old["settings"]["glu"]
     Architecture(make_config()).load_state_dict(old)
-    with pytest.raises(UserError, match="--glu False, not True"):
+    with pytest.raises(UserError, match="with --no-glu, not --glu; use the arch"):
         Architecture(make_config(glu=True)).load_state_dict(old)
+
+
+def test_settings_are_compared_by_what_they_resolve_to(
+    make_config: Callable[..., TransformerConfig],
+) -> None:
+    moe = {"moe_freq": 1, "moe_expert_count": 2}
+    for one, other in (
+        ({**moe, "use_xmoe": True}, {**moe, "use_xmoe": True, "moe_gate": "xmoe"}),
+        ({**moe, "moe_gate": "linear"}, moe),
+        ({}, {"decoder_normalize_before": True}),
+        ({"deepnorm": True}, {"deepnorm": True, "decoder_normalize_before": False}),
+    ):
+        Architecture(make_config(**one)).load_state_dict(
+            Architecture(make_config(**other)).state_dict()
+        )
+    with pytest.raises(UserError, match="trained with --moe-gate linear, not xmoe; use"):
+        Architecture(make_config(**moe, use_xmoe=True)).load_state_dict(
+            Architecture(make_config(**moe)).state_dict()
+        )
+    with pytest.raises(UserError, match="--decoder-normalize-before, not --no-decoder-normalize"):
+        Architecture(make_config(decoder_normalize_before=False)).load_state_dict(
+            Architecture(make_config()).state_dict()
+        )
+
+
+def test_a_setting_of_another_model_is_named(make_config: Callable[..., TransformerConfig]) -> None:
+    state = {"settings": {"norm_eps_mode": "torchscale"}}
+    with pytest.raises(UserError, match="with --norm-eps-mode torchscale, not a model that has no"):
+        Architecture(TransformerConfig()).load_state_dict(state)
+
+
+def test_a_new_run_is_warned_once_of_all_that_differs(
+    make_config: Callable[..., TransformerConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    old = Architecture(make_config()).state_dict()
+    new = make_config(segment_length=[4, 8], dilated_ratio=[1, 2], activation_fn="relu")
+    Architecture(new).adapt(old, Path("run"))
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        "the weights of run were trained with --activation-fn gelu, now relu; --dilated-ratio [], "
+        "now 1,2; --segment-length [], now 4,8"
+    )
+    Architecture(make_config()).adapt(old, Path("run"))
+    assert len(caplog.records) == 1
+    Architecture(new).adapt(None, Path("run"))
+    assert "run has no architecture, so nothing shows" in caplog.text

@@ -82,6 +82,11 @@ def test_a_masked_patch_is_not_seen(model: BEiT3, images: torch.Tensor) -> None:
     assert not torch.equal(model.encode(images_BCHW=images).features, seen)
 
 
+def test_another_number_of_images_than_texts_is_refused(model: BEiT3) -> None:
+    with pytest.raises(ValueError, match="1 images and 2 texts; give a text for each"):
+        model.encode(torch.zeros(2, 3, dtype=torch.long), images_BCHW=torch.zeros(1, 3, 8, 8))
+
+
 def test_nothing_to_encode_is_refused(model: BEiT3) -> None:
     with pytest.raises(ValueError, match="tokens, images, or both"):
         model.encode()

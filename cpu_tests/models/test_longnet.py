@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from scalerun.models.base_model import ARCH_REGISTRY, build_model
+from scalerun.models.longnet import longnet_tiny
 from scalerun.models.transformer_config import TransformerConfig
 from scalerun.models.transformer_decoder import TransformerDecoder
 from scalerun.modules import dilated_cache
@@ -95,6 +96,20 @@ def test_decoding_in_pieces_equals_the_full_forward(
 ) -> None:
     model = small(**PATTERNS[pattern], **POSITIONS[position])
     close(decode(model, tokens, cuts), model(tokens).logits)
+
+
+def test_a_segment_may_be_longer_than_any_sequence(tokens: Tensor) -> None:
+    """It costs what the sequence costs."""
+    whole = small(segment_length=[10**9], dilated_ratio=[1])
+    close(whole(tokens).logits, small()(tokens).logits)
+    close(decode(whole, tokens, [20, 1, 1, 1, 1]), whole(tokens).logits)
+
+
+def test_branches_that_all_leave_out_tokens_are_warned_of() -> None:
+    assert longnet_tiny().warnings() == []
+    assert longnet_tiny().replace(segment_length=[], dilated_ratio=[]).warnings() == []
+    [sentence] = longnet_tiny().replace(dilated_ratio=[2, 4, 16]).warnings()
+    assert sentence.startswith("--dilated-ratio 2,4,16 has no 1: heads read nothing at")
 
 
 @given(st.data())

@@ -12,6 +12,7 @@ from scalerun.models.base_model import build_model
 from scalerun.models.moe_config import MOE_OPTIONS, MoEConfig
 from scalerun.models.transformer_config import TransformerConfig
 from scalerun.models.transformer_decoder import TransformerDecoder
+from scalerun.models.xmoe import xmoe_tiny
 from scalerun.modules.moe.gates import GATES
 from scalerun.modules.moe.moe_layer import MoELayer
 from scalerun.modules.residual import deepnorm_gain, subln_gain
@@ -23,14 +24,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"moe_expert_count": -1}, "--moe-expert-count is -1; give 0 or more"),
     ({"moe_freq": 1}, "--moe-freq needs experts; give --moe-expert-count"),
     ({"moe_freq": 4, "moe_expert_count": 2}, "--moe-freq 4 gives no layer of --decoder-layers 3"),
-    ({**MOE, "moe_eval_capacity_token_fraction": 1.5}, "fraction is 1.5; give a share up to 1"),
+    ({**MOE, "moe_eval_capacity_token_fraction": 1.5}, "fraction is 1.5; give a share above 0"),
+    ({**MOE, "moe_eval_capacity_token_fraction": 0.0}, "fraction is 0; give a share above 0"),
+    ({**MOE, "moe_eval_capacity_token_fraction": -0.5}, "fraction is -0.5; give a share above 0"),
     ({**MOE, "moe_eval_capacity_token_fraction": float("nan")}, "fraction is nan"),
     ({**MOE, "use_xmoe": True, "moe_gate": "linear"}, "--use-xmoe and --moe-gate linear exclude"),
     (
         {**MOE, "use_xmoe": True, "moe_second_expert_policy": "all"},
-        "excludes --moe-second-expert-policy all; give --moe-gate xmoe",
+        "excludes --moe-second-expert-policy all; give --no-use-xmoe --moe-gate xmoe",
     ),
-    ({**TOP1, "moe_second_expert_policy": "all"}, "--moe-second-expert-policy has no effect with"),
+    (
+        {**TOP1, "moe_second_expert_policy": "all"},
+        "--moe-second-expert-policy all has no effect with",
+    ),
     (
         {**TOP1, "moe_normalize_gate_prob_before_dropping": True},
         "--moe-normalize-gate-prob-before-dropping has no effect with",
@@ -50,6 +56,23 @@ def test_what_makes_no_sense_is_refused_in_one_sentence(
     with pytest.raises(ConfigError, match=words) as caught:
         make_config(**changes).validate()
     assert "\n" not in str(caught.value)
+
+
+TO_FOLLOW: list[tuple[dict[str, Any], str]] = [
+    ({"moe_top1_expert": True}, "moe_normalize_gate_prob_before_dropping"),
+    ({"moe_second_expert_policy": "all"}, "use_xmoe"),
+    ({"moe_gate": "linear"}, "use_xmoe"),
+]
+
+
+@pytest.mark.parametrize(("changes", "switch"), TO_FOLLOW)
+def test_the_advice_can_be_followed_where_a_preset_set_the_other_flag(
+    changes: dict[str, Any], switch: str
+) -> None:
+    cfg = xmoe_tiny().replace(**changes)
+    with pytest.raises(ConfigError, match=f"--no-{switch.replace('_', '-')}"):
+        cfg.validate()
+    cfg.replace(**{switch: False}).validate()
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(MoEConfig) if f.name != "moe_freq"])

@@ -46,7 +46,14 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         "has 6, which is not a multiple of",
     ),
     ({"segment_length": [6], "dilated_ratio": [0]}, "--dilated-ratio has 0; give numbers from 1"),
-    ({"segment_length": [-4], "dilated_ratio": [2]}, "--segment-length has -4"),
+    (
+        {"segment_length": [-4], "dilated_ratio": [2]},
+        "--segment-length has -4; give numbers from 1",
+    ),
+    (
+        {"segment_length": [33], "dilated_ratio": [33]},
+        r"--dilated-ratio \[33\] has a number above --max-target-positions 32",
+    ),
     ({**DILATED, "rel_pos_buckets": 8, "max_rel_pos": 9}, "give --rotary or --xpos-rel-pos"),
     ({"dilated_head_offset": "mod"}, "--dilated-head-offset has no effect"),
     ({"dilated_merge_gradient": "exact"}, "--dilated-merge-gradient has no effect"),

@@ -168,7 +168,6 @@ class CheckpointManager:
         *,
         skip: Collection[str] = (),
         optional: Collection[str] = (),
-        optional_elsewhere: Collection[str] = (),
     ) -> LoadedCheckpoint | None:
         """Restore the newest whole checkpoint of the run folder, or else ``--restore-file``.
 
@@ -179,7 +178,6 @@ class CheckpointManager:
             skip: parts not to load from ``--restore-file``; a run's own checkpoint is loaded whole,
                 so that the same command goes on after a stop.
             optional: parts that a checkpoint need not have; see ``LoadedCheckpoint.missing``.
-            optional_elsewhere: parts that ``--restore-file`` need not have; warned about.
 
         Returns:
             None for a fresh run.
@@ -201,10 +199,7 @@ class CheckpointManager:
         manifest = read_manifest(folder)
         left_out = () if own else skip
         wanted = {part: owner for part, owner in state.items() if part not in left_out}
-        elsewhere = () if own else optional_elsewhere
-        plain = load_state(folder, wanted, optional={*optional, *elsewhere})
-        for part in sorted(wanted.keys() & {*elsewhere} - plain.keys()):
-            logger.warning("%s has no %s, so nothing shows that this run's fits", folder, part)
+        plain = load_state(folder, wanted, optional=optional)
         if own:
             self._known_good.add(manifest.num_updates)
             if not self.cfg.no_save:

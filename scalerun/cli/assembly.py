@@ -51,6 +51,8 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path) -> TrainerParts:
     )
     valid_subsets = choose_valid_subsets(cfg, task)
     model = task.build_model(cfg.model, seed=cfg.common.seed, device=device)
+    criterion = build_criterion(cfg.criterion).to(device)
+    criterion.check_model(model)
     if cfg.common.compile:
         model.compile_blocks()
     optimizer = build_optimizer(cfg.optimizer, model.named_parameters())
@@ -71,7 +73,7 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path) -> TrainerParts:
     parts = TrainerParts(
         task=task,
         model=model,
-        criterion=build_criterion(cfg.criterion).to(device),
+        criterion=criterion,
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
         loader=loader,
@@ -165,3 +167,5 @@ def describe(cfg: ScalerunConfig, parts: TrainerParts) -> None:
         precision.device,
         torch.get_num_threads(),
     )
+    for sentence in cfg.model.warnings():
+        logger.warning(sentence)

@@ -77,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = read_checkpoint(Path(cfg.path), allow_namespace=cfg.allow_namespace)
     given = given_fields(cfg, file)
     found = recognize(file.state, given)
+    refuse_not_finite(Path(cfg.path), found)
     report_file(file, found)
     found = with_vocabulary(cfg, found)
     settled = settle(
@@ -128,6 +129,17 @@ def given_fields(cfg: ConvertConfig, file: WeightFile) -> dict[str, Any]:
     fields = OmegaConf.to_container(content, resolve=False)
     assert isinstance(fields, dict)
     return {str(name): value for name, value in fields.items()}
+
+
+def refuse_not_finite(path: Path, found: Recognized) -> None:
+    """Refuse weights that nothing can be computed with.
+
+    Raises:
+        UserError: names the first that has an infinite value or NaN.
+    """
+    for name, tensor in found.state.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{path} holds values that are not finite: {name}")
 
 
 def report_file(file: WeightFile, found: Recognized) -> None:

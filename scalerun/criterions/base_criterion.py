@@ -10,11 +10,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from scalerun.data.batch import Batch
-from scalerun.dataclass.errors import UserError
+from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.logging.metrics import Number
 from scalerun.modules.auxiliary import Auxiliary
+from scalerun.modules.feed_forward import PerToken
 from scalerun.registry import Registry
+
+NO_WEIGHT = (
+    "the model has experts, whose balance loss this --criterion knows no weight for; give "
+    "--criterion moe_cross_entropy"
+)
 
 
 @dataclass
@@ -58,11 +64,23 @@ class BaseCriterion(nn.Module, ABC):
             UserError: the model has an auxiliary loss and is being trained.
         """
         if reports and self.training:
-            raise UserError(
-                "the model has experts, whose balance loss this --criterion knows no weight for; "
-                "give --criterion moe_cross_entropy"
-            )
+            raise UserError(NO_WEIGHT)
         return output
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse to train a model as soon as it is built, where :meth:`with_reports` would later.
+
+        Raises:
+            ConfigError: it has an auxiliary loss, and :meth:`with_reports` is the base's own.
+        """
+        refuses = type(self).with_reports is BaseCriterion.with_reports
+        if refuses and True in auxiliary_losses(model):
+            raise ConfigError(NO_WEIGHT)
+
+
+def auxiliary_losses(model: nn.Module) -> set[bool | None]:
+    """What the per-token layers of a model say of their auxiliary losses."""
+    return {part.has_auxiliary_loss for part in model.modules() if isinstance(part, PerToken)}
 
 
 class Objective:

@@ -6,13 +6,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput, register_criterion
+from scalerun.criterions.base_criterion import (
+    BaseCriterion,
+    CriterionOutput,
+    auxiliary_losses,
+    register_criterion,
+)
 from scalerun.criterions.cross_entropy import CrossEntropy
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.modules.auxiliary import Auxiliary, mean_stats, total_loss
+
+NO_EXPERTS = (
+    "--criterion moe_cross_entropy needs a model with experts; give --moe-freq and "
+    "--moe-expert-count, or --criterion cross_entropy"
+)
 
 
 @dataclass
@@ -49,10 +59,7 @@ class AddsGateLoss(BaseCriterion):
         """
         assert isinstance(self.cfg, GateLossConfig)
         if not reports:
-            raise UserError(
-                "--criterion moe_cross_entropy needs a model with experts; give --moe-freq and "
-                "--moe-expert-count, or --criterion cross_entropy"
-            )
+            raise UserError(NO_EXPERTS)
         loss = gate_loss(reports, self.cfg)
         output.aux_loss = self.cfg.moe_gate_loss_wt * loss
         output.stats |= {
@@ -60,6 +67,10 @@ class AddsGateLoss(BaseCriterion):
             **mean_stats(reports),
         }
         return output
+
+    def check_model(self, model: nn.Module) -> None:
+        if auxiliary_losses(model) == {False}:
+            raise ConfigError(NO_EXPERTS)
 
 
 def gate_loss(reports: Sequence[Auxiliary], cfg: GateLossConfig) -> Tensor:

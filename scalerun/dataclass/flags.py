@@ -80,8 +80,14 @@ class Flag:
         setattr(self.group, self.field, value)
 
     def check(self) -> None:
-        """Refuse a value that is not among the choices, and numbers that are not finite."""
+        """Refuse a value of another type or outside the choices, and numbers that are not finite.
+
+        Raises:
+            ConfigError: names the flag.
+        """
         value = getattr(self.group, self.field)
+        if not self.type.accepts(value):
+            raise ConfigError(f"{self.name}: {value!r} is not {self.type.words}")
         if self.choices is not None and value is not None and value not in self.choices:
             close = difflib.get_close_matches(str(value), self.choices, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
@@ -109,6 +115,17 @@ def flags_of(group: ScalerunDataclass, owner: str) -> Iterator[Flag]:
                 aliases=field.metadata["aliases"],
                 positional=field.metadata["positional"],
             )
+
+
+def check_settings(group: ScalerunDataclass) -> None:
+    """Refuse settings that a command line would refuse, whoever set them.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    for flag in flags_of(group, type(group).__qualname__):
+        flag.check()
+    group.validate()
 
 
 class FlagTable:

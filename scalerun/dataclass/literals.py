@@ -16,6 +16,7 @@ _ITEM = re.compile(rf"(?:^|(?<=,))(?:\s*(?:{_QUOTED.pattern})\s*(?=,|$)|[^,]*)")
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _BRACKETS = {"[": "]", "(": ")"}
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_PLURALS = {bool: "true or false", int: "whole numbers", float: "numbers", str: "texts"}
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,27 @@ class SettingType:
             return f"{name},..."
         return f"NAME={name},..." if self.container is dict else name
 
+    @property
+    def words(self) -> str:
+        """What a value has to be, as in "is not a whole number"."""
+        if self.container is list:
+            return f"a list of {_PLURALS[self.scalar]}"
+        if self.container is dict:
+            return f"a dict of {_PLURALS[self.scalar]} by name"
+        return _NAMES[self.scalar]
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a value is of this type; a whole number is also a number, but true is none."""
+        if value is None:
+            return self.optional
+        if self.container is None:
+            return _is_scalar(self.scalar, value)
+        if self.container is list:
+            return isinstance(value, list) and all(_is_scalar(self.scalar, i) for i in value)
+        return isinstance(value, dict) and all(
+            type(name) is str and _is_scalar(self.scalar, item) for name, item in value.items()
+        )
+
     def parse(self, text: str) -> Any:
         """Read a value.
 
@@ -80,6 +102,10 @@ class SettingType:
         if len({name.strip() for name, _, _ in pairs}) < len(pairs):
             raise ValueError(f"{text!r} gives one name twice")
         return {name.strip(): _scalar(self.scalar, value) for name, _, value in pairs}
+
+
+def _is_scalar(kind: type, value: Any) -> bool:
+    return type(value) is kind or (kind is float and type(value) is int)
 
 
 def _scalar(kind: type, text: str) -> Any:

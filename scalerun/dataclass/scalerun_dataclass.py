@@ -68,6 +68,10 @@ class ScalerunDataclass:
             ConfigError: a value is out of range or two settings contradict each other.
         """
 
+    def warnings(self) -> list[str]:
+        """What is allowed and seldom meant, a sentence for each; logged when a run starts."""
+        return []
+
     def named(self, name: str) -> Self:
         """Return self, remembering the registered name it was chosen by."""
         object.__setattr__(self, "_name", name)
@@ -100,6 +104,13 @@ class ScalerunDataclass:
         copy = dataclasses.replace(self, **changes)  # type: ignore[type-var]
         object.__setattr__(copy, "_name", self._name)
         return copy
+
+    def resolved(self) -> Self:
+        """A copy in which what is left open, or has two spellings, is filled in.
+
+        Configurations of equal functions should be equal when they are resolved.
+        """
+        return self.replace()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain containers, nested like the groups; a component's name is ``_name``."""

@@ -72,12 +72,9 @@ class AttentionConfig(BlockConfig, DilationConfig):
                 if value < 1:
                     raise ConfigError(f"--{stack.side}-{name} is {value}; give 1 or more")
             if stack.max_positions < 1:
-                flag = (
-                    "--max-target-positions"
-                    if stack.side == "decoder"
-                    else "--max-source-positions"
+                raise ConfigError(
+                    f"{stack.positions_flag} is {stack.max_positions}; give 1 or more"
                 )
-                raise ConfigError(f"{flag} is {stack.max_positions}; give 1 or more")
 
     def rates(self) -> dict[str, float]:
         return super().rates() | {"--attention-dropout": self.attention_dropout}
@@ -159,6 +156,11 @@ ATTENTION_CONTRADICTIONS: tuple[tuple[Callable[[AttentionConfig, Stack], bool], 
         lambda cfg, stack: bool(cfg.segment_length) and cfg.rel_pos_buckets > 0,
         "--segment-length and --rel-pos-buckets exclude each other; give --rotary or "
         "--xpos-rel-pos instead of a bias",
+    ),
+    (
+        lambda cfg, stack: max(cfg.dilated_ratio, default=1) > stack.max_positions,
+        "--dilated-ratio {cfg.dilated_ratio} has a number above {stack.positions_flag} "
+        "{stack.max_positions}: a head would keep no second token; lower it or raise these",
     ),
     (
         lambda cfg, stack: stack.zero_keys and not cfg.segment_length,

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 
 from scalerun.dataclass.errors import UserError
+from scalerun.dataclass.flags import check_settings
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.modules.init import initialize
 from scalerun.registry import Registry, unknown_name
+
+logger = logging.getLogger(__name__)
 
 
 class BaseModel(nn.Module, ABC):
@@ -62,13 +68,11 @@ class Architecture:
     """
 
     def __init__(self, cfg: ScalerunDataclass) -> None:
-        self.settings = _fixed_settings(cfg)
-        self.defaults = _fixed_settings(type(cfg)())
-        """What a checkpoint has that is older than a setting."""
+        self.cfg = cfg
 
     def state_dict(self) -> dict[str, Any]:
         """The settings, as JSON values."""
-        return {"settings": self.settings}
+        return {"settings": _fixed_settings(self.cfg)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check that a checkpoint was made by the same function.
@@ -76,15 +80,41 @@ class Architecture:
         Raises:
             UserError: it was not; names the first setting that differs.
         """
+        for before, now in self.differences(state):
+            raise UserError(
+                f"the checkpoint was trained with {before}, not {now}; use the architecture that "
+                "it was trained with, or start a new run from it: --save-dir NEW --restore-file OLD"
+            )
+
+    def adapt(self, state: dict[str, Any] | None, source: Path) -> None:
+        """Warn of what differs, where a new run takes the weights of ``source`` and their shapes.
+
+        Args:
+            state: the checkpoint's; None if it does not have one.
+        """
+        if state is None:
+            logger.warning("%s has no architecture, so nothing shows that this run's fits", source)
+            return
+        found = [f"{before}, now {now}" for before, now in self.differences(state)]
+        if found:
+            logger.warning("the weights of %s were trained with %s", source, "; ".join(found))
+
+    def differences(self, state: dict[str, Any]) -> list[tuple[str, str]]:
+        """What a checkpoint was trained with and what is given now, in a user's words.
+
+        A checkpoint that is older than a setting has its default.
+        """
+        kind = type(self.cfg)
+        known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
         saved = state["settings"]
-        for name in sorted(saved.keys() | self.settings.keys()):
-            before = saved.get(name, self.defaults.get(name))
-            now = self.settings.get(name)
-            if before != now:
-                raise UserError(
-                    f"the checkpoint was trained with --{name.replace('_', '-')} {before}, not "
-                    f"{now}; use the architecture that it was trained with"
-                )
+        own = kind(**{name: value for name, value in saved.items() if name in known})
+        before = saved | _fixed_settings(own.resolved())
+        now = _fixed_settings(self.cfg.resolved())
+        return [
+            (_spelled(name, before), _spelled(name, now, alone=False))
+            for name in sorted(before.keys() - self.cfg.free_settings)
+            if name not in now or before[name] != now[name]
+        ]
 
 
 def _fixed_settings(cfg: ScalerunDataclass) -> dict[str, Any]:
@@ -93,6 +123,23 @@ def _fixed_settings(cfg: ScalerunDataclass) -> dict[str, Any]:
         for name, value in cfg.to_dict().items()
         if name != "_name" and name not in cfg.free_settings
     }
+
+
+def _spelled(name: str, settings: Mapping[str, Any], *, alone: bool = True) -> str:
+    """A setting as a user gives it.
+
+    Args:
+        alone: with the name of the flag, which need not be said twice.
+    """
+    flag = name.replace("_", "-")
+    if name not in settings:
+        return f"a model that has no --{flag}"
+    value = settings[name]
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    words = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    words = "none" if value is None else words or "[]"
+    return f"--{flag} {words}" if alone else words
 
 
 MODEL_REGISTRY: Registry[BaseModel] = Registry("--arch", BaseModel)  # type: ignore[type-abstract]
@@ -168,8 +215,11 @@ def build_model(
         vocab_size: rows of the embedding.
         padding_idx: number of the padding symbol, whose embedding starts at 0.
         seed: decides all weights, whatever the device.
+
+    Raises:
+        ConfigError: a setting is of another type, is no choice, or contradicts another one.
     """
-    cfg.validate()
+    check_settings(cfg)
     model_class = MODEL_REGISTRY.class_for(cfg)
     with torch.device("meta"):
         model = model_class.build_model(cfg, vocab_size=vocab_size, padding_idx=padding_idx)

@@ -114,8 +114,13 @@ class BEiT3(TransformerEncoder):
             padding_mask_BT: (B, T) bool, padding of the text, on its right.
 
         Raises:
-            ValueError: there is neither text nor image, or images have another size.
+            ValueError: there is neither text nor image, images have another size, or there are
+                not as many images as texts.
         """
+        if tokens_BT is not None and images_BCHW is not None:
+            num_images, num_texts = len(images_BCHW), len(tokens_BT)
+            if num_images != num_texts:
+                raise ValueError(f"{num_images} images and {num_texts} texts; give a text for each")
         vectors, num_image_tokens = [], 0
         if images_BCHW is not None:
             vectors.append(self.vision_embedding(images_BCHW, masked_BP))

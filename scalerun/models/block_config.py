@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import option
@@ -81,6 +82,14 @@ class BlockConfig(MoEConfig):
             "--drop-path-rate": self.drop_path_rate,
             "--activation-dropout": self.activation_dropout,
         }
+
+    def resolved(self) -> Self:
+        copy = super().resolved()
+        copy.keep_norm_placement = False  # what it stands for
+        for name in ("encoder_normalize_before", "decoder_normalize_before"):
+            if hasattr(self, name):
+                setattr(copy, name, self.residual(getattr(self, name)) == "pre_norm")
+        return copy
 
     def residual(self, normalize_before: bool | None) -> str:
         """Where the norms sit: before each branch by default, but after it with DeepNorm."""

@@ -45,11 +45,23 @@ class DilationConfig(ScalerunDataclass):
         for length, ratio in zip(self.segment_length, self.dilated_ratio, strict=True):
             if ratio < 1:
                 raise ConfigError(f"--dilated-ratio has {ratio}; give numbers from 1")
-            if length < 1 or length % ratio:
+            if length < 1:
+                raise ConfigError(f"--segment-length has {length}; give numbers from 1")
+            if length % ratio:
                 raise ConfigError(
                     f"--segment-length has {length}, which is not a multiple of its ratio {ratio} "
                     "in --dilated-ratio; change one of them"
                 )
+
+    def warnings(self) -> list[str]:
+        found = super().warnings()
+        if self.segment_length and 1 not in self.dilated_ratio:
+            ratios = ",".join(map(str, self.dilated_ratio))
+            found.append(
+                f"--dilated-ratio {ratios} has no 1: heads read nothing at the tokens that all of "
+                "their branches leave out"
+            )
+        return found
 
     def dilation(self, *, zero_keys: bool) -> Dilation:
         """The branches of dilated attention.

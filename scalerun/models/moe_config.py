@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
@@ -72,6 +73,14 @@ class MoEConfig(ScalerunDataclass):
         """Whether a layer (from 0) has experts."""
         return self.moe_freq > 0 and (layer + 1) % self.moe_freq == 0
 
+    def resolved(self) -> Self:
+        copy = super().resolved()
+        if self.moe_freq > 0:
+            copy.use_xmoe = False  # what it stands for
+            copy.moe_gate = self.gate_name()
+            copy.moe_normalize_gate_prob_before_dropping = self.gating().normalize_before_dropping
+        return copy
+
     def gate_name(self) -> str:
         """The gate that these settings choose."""
         return self.moe_gate or ("xmoe" if self.use_xmoe else "linear")
@@ -99,10 +108,11 @@ class MoEConfig(ScalerunDataclass):
         ):
             if count < 0:
                 raise ConfigError(f"{flag} is {count}; give 0 or more")
-        if not self.moe_eval_capacity_token_fraction <= 1.0:
+        share = self.moe_eval_capacity_token_fraction
+        if not (0.0 < share <= 1.0 or share == -1.0):
             raise ConfigError(
-                "--moe-eval-capacity-token-fraction is "
-                f"{self.moe_eval_capacity_token_fraction:g}; give a share up to 1, or -1"
+                f"--moe-eval-capacity-token-fraction is {share:g}; give a share above 0 and up to "
+                "1, or -1"
             )
         if self.moe_freq == 0:
             self._check_unused()
@@ -136,31 +146,33 @@ MOE_CONTRADICTIONS: tuple[tuple[Callable[[MoEConfig], bool], str], ...] = (
     ),
     (
         lambda cfg: cfg.use_xmoe and cfg.moe_gate == "linear",
-        "--use-xmoe and --moe-gate linear exclude each other; give one of them",
+        "--use-xmoe and --moe-gate linear exclude each other; add --no-use-xmoe or remove "
+        "--moe-gate",
     ),
     (
         lambda cfg: cfg.use_xmoe and cfg.moe_second_expert_policy != "random",
         "--use-xmoe draws second experts at random and excludes --moe-second-expert-policy "
-        "{cfg.moe_second_expert_policy}; give --moe-gate xmoe in place of --use-xmoe",
+        "{cfg.moe_second_expert_policy}; give --no-use-xmoe --moe-gate xmoe, or the policy random",
     ),
     (
         lambda cfg: cfg.moe_top1_expert and cfg.moe_second_expert_policy != "random",
-        "--moe-second-expert-policy has no effect with --moe-top1-expert; remove one of them",
+        "--moe-second-expert-policy {cfg.moe_second_expert_policy} has no effect with "
+        "--moe-top1-expert; give --no-moe-top1-expert or the policy random",
     ),
     (
         lambda cfg: cfg.moe_top1_expert and cfg.moe_normalize_gate_prob_before_dropping,
-        "--moe-normalize-gate-prob-before-dropping has no effect with --moe-top1-expert; remove "
-        "one of them",
+        "--moe-normalize-gate-prob-before-dropping has no effect with --moe-top1-expert; add "
+        "--no-moe-normalize-gate-prob-before-dropping or --no-moe-top1-expert",
     ),
     (
         lambda cfg: not cfg.moe_deterministic_eval and cfg.moe_top1_expert,
         "--no-moe-deterministic-eval has no effect with --moe-top1-expert, which draws nothing; "
-        "remove one of them",
+        "give --moe-deterministic-eval or --no-moe-top1-expert",
     ),
     (
         lambda cfg: not cfg.moe_deterministic_eval and cfg.moe_second_expert_policy == "all",
         "--no-moe-deterministic-eval has no effect with --moe-second-expert-policy all, which "
-        "draws nothing; remove one of them",
+        "draws nothing; give --moe-deterministic-eval or another policy",
     ),
 )
 """Combinations of these settings that make no sense, and the sentence that says so."""

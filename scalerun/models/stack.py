@@ -56,6 +56,11 @@ class Stack:
     """Each block has a half of its own for either of two kinds of tokens."""
 
     @property
+    def positions_flag(self) -> str:
+        """The flag that sets the longest sequence."""
+        return f"--max-{'target' if self.side == 'decoder' else 'source'}-positions"
+
+    @property
     def head_dim(self) -> int:
         """Width of a head."""
         return self.dim // self.num_heads

@@ -33,6 +33,9 @@ class FeedForwardInit:
 class PerToken(nn.Module, ABC):
     """Computes on each token alone: (B, T, D) -> (B, T, D) and an auxiliary report or None."""
 
+    has_auxiliary_loss: bool | None = None
+    """Whether it reports one; None where that is not known before it computes."""
+
     @abstractmethod
     def forward(self, x_BTD: Tensor, context: BlockContext) -> tuple[Tensor, Auxiliary | None]: ...
 
@@ -52,6 +55,8 @@ class FeedForward(PerToken):
         activation_dropout: rate of activations set to 0 in training.
         inner_norm: norm over the F activations, or None.
     """
+
+    has_auxiliary_loss = False
 
     def __init__(
         self,
@@ -87,6 +92,8 @@ class GLU(PerToken):
     As in TorchScale it is ``fc1`` that is activated, not ``gate``. Arguments as in
     :class:`FeedForward`.
     """
+
+    has_auxiliary_loss = False
 
     def __init__(
         self,

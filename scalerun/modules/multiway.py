@@ -71,6 +71,8 @@ class MultiwayPositions(AbsolutePosition):
 class MultiwayPerToken(PerToken):
     """Two per-token parts, split as in :class:`Multiway`; neither may have an auxiliary loss."""
 
+    has_auxiliary_loss = False
+
     def __init__(self, a: PerToken, b: PerToken) -> None:
         super().__init__()
         self.A = a

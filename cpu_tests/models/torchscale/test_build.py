@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,3 +67,27 @@ def test_bert_init_is_normal_002() -> None:
     model = Encoder(EncoderConfig(**SIZES, **ENCODER, bert_init=True, subln=False))
     weight = model.blocks()[0].mixer.q_proj.weight
     assert weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"activation_fn": "geluu"}, "activation_fn is 'geluu'; give one of relu, gelu, swish"),
+        ({"moe_second_expert_policy": "foo"}, "policy is 'foo'; give one of random, sampling, all"),
+        ({"decoder_layers": "2"}, "decoder_layers is '2'; give an int"),
+        ({"dropout": "much"}, "dropout is 'much'; give a float"),
+        ({"subln": 1}, "subln is 1; give a bool"),
+    ],
+)
+def test_a_value_that_a_field_cannot_have_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        DecoderConfig(**fields)
+    with pytest.raises(ConfigError, match=words):
+        DecoderConfig.from_fields(fields)
+    with pytest.raises(ConfigError, match=words):
+        DecoderConfig().override(SimpleNamespace(**fields))
+
+
+def test_an_unknown_field_is_refused_with_the_closest_names() -> None:
+    with pytest.raises(ConfigError, match=r"no field 'activation'; did you mean activation_fn"):
+        DecoderConfig.from_fields({"activation": "gelu"})

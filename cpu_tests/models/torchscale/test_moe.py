@@ -181,3 +181,12 @@ def test_a_missing_expert_is_an_error() -> None:
     key = "layers.1.moe_layer.experts.{}.fc1.bias"
     with pytest.raises(UserError, match="experts of layers.1.ffn.experts.fc1_bias are not all"):
         stack_experts({key.format(0): torch.zeros(2), key.format(2): torch.zeros(2)})
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(0.25, 0.25), (0.0, -1.0), (-0.5, -1.0)])
+def test_a_share_that_is_not_above_0_is_the_capacity_of_training(
+    theirs: float, ours: float
+) -> None:
+    given = DecoderConfig(**MOE, moe_eval_capacity_token_fraction=theirs)
+    cfg = decoder_config(given, version="main")
+    assert cfg.moe_eval_capacity_token_fraction == ours

@@ -83,10 +83,12 @@ def test_lists_may_be_text() -> None:
     [
         ({"segment_length": "[4,8]"}, "need each other"),
         ({"segment_length": "[4]", "dilated_ratio": "range(1)"}, "dilated_ratio is 'range"),
+        ({"segment_length": 4, "dilated_ratio": 1}, "segment_length is 4; give a list of whole"),
+        ({"segment_length": ["4"], "dilated_ratio": [1]}, "--segment-length: .'4'. is not a list"),
         ({"segment_length": "[6]", "dilated_ratio": "[4]"}, "has 6, which is not a multiple"),
     ],
 )
-def test_segments_that_make_no_sense_are_refused(fields: dict[str, str], words: str) -> None:
+def test_segments_that_make_no_sense_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         decoder_config(DecoderConfig(**fields), version="main")
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_foreign_classes_are_named(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ([1, 2], "holds a list and no state dict"),
-        ({"weight": 3}, "'weight' is a int"),
+        ({"weight": 3}, "'weight' is of type int"),
         ({"weight": torch.ones(2, dtype=torch.int8)}, "has weight in int8"),
         ({}, "holds no weights"),
     ],
@@ -104,16 +105,51 @@ def test_other_content_is_refused(tmp_path: Path, content: Any, message: str) ->
         read_weight_file(saved(tmp_path, content))
 
 
-@pytest.mark.parametrize("name", ["cut.pt", "junk.pt", "empty.pt", "cut.safetensors", "zip.pt"])
-def test_damaged_files_are_refused(tmp_path: Path, name: str) -> None:
+DAMAGED = ["cut.pt", "half.pt", "junk.pt", "empty.pt", "cut.safetensors", "zip.pt"]
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
     whole = saved(tmp_path, STATE).read_bytes()
-    content = {"cut": whole[: len(whole) // 2], "junk": b"hello", "empty": b"", "zip": whole}
+    contents = {
+        "cut": whole[:-1],
+        "half": whole[: len(whole) // 2],
+        "junk": b"hello",
+        "empty": b"",
+        "zip": whole.replace(b"data.pkl", b"dota.pkl"),
+    }
     path = tmp_path / name
-    path.write_bytes(content[path.stem])
-    if path.stem == "zip":
-        path.write_bytes(whole.replace(b"data.pkl", b"dota.pkl"))
-    with pytest.raises(UserError, match="damaged"):
+    path.write_bytes(contents[path.stem])
+    with pytest.raises(UserError, match=f"{name} is damaged or no weight file: "):
         read_weight_file(path)
+
+
+@pytest.mark.parametrize("archive", [True, False], ids=["archive", "legacy"])
+def test_a_file_that_was_cut_anywhere_is_refused(tmp_path: Path, archive: bool) -> None:
+    path = saved(tmp_path, STATE, _use_new_zipfile_serialization=archive)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 37):
+        path.write_bytes(whole[:length])
+        with pytest.raises(UserError, match=r"file\.pt is damaged or no weight file: "):
+            read_weight_file(path)
+
+
+def test_a_flipped_bit_in_an_archive_changes_no_weight_in_silence(tmp_path: Path) -> None:
+    path = saved(tmp_path, STATE)
+    whole = path.read_bytes()
+    data = whole.index(STATE["layer.weight"].numpy().tobytes())
+
+    def flip(place: int) -> None:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+
+    for place in (data, data + 23):
+        flip(place)
+        with pytest.raises(UserError, match=r"file\.pt is damaged .* the checksum of its part"):
+            read_weight_file(path)
+    for place in range(0, len(whole), 29):
+        flip(place)
+        with suppress(UserError):
+            torch.testing.assert_close(read_weight_file(path).state, STATE, rtol=0, atol=0)
 
 
 def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:

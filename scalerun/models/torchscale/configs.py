@@ -5,15 +5,23 @@ A name that TorchScale does not have is a ``TypeError``, as for every dataclass.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self, TypeVar
 
 from scalerun.dataclass.errors import ConfigError
+from scalerun.models.block_config import BlockConfig
 
 OVERRIDDEN = "0.3.0-override"
 """A configuration of 0.3.0 that ``override`` has changed, as in TorchScale's examples: that version
 does not place the norms anew."""
+CHOICES = {
+    field.name: field.metadata["choices"]
+    for field in fields(BlockConfig)
+    if field.metadata["choices"] is not None
+}
+"""The words that a field may be, where it has them."""
 VERSIONS = ("main", "0.3.0", OVERRIDDEN)
 
 
@@ -50,7 +58,13 @@ class SharedConfig:
     xpos_scale_base: int = 512
 
     def __post_init__(self) -> None:
-        """Settle which of DeepNorm and SubLN holds, and what X-MoE implies, as TorchScale does."""
+        """Settle which of DeepNorm and SubLN holds, and what X-MoE implies, as TorchScale does.
+
+        Raises:
+            ConfigError: a field has a value that it cannot have.
+        """
+        for field in fields(self):
+            _check_field(field.name, getattr(self, field.name), field.default)
         if self.deepnorm:
             self.subln = False
         if self.use_xmoe:
@@ -70,13 +84,14 @@ class SharedConfig:
         """The configuration of a mapping, such as one read from a file.
 
         Raises:
-            ConfigError: TorchScale's class has no such field, or the field is of another type.
+            ConfigError: TorchScale's class has no such field, or not with such a value.
         """
-        known = {field.name: field.default for field in fields(cls)}
-        for name, value in values.items():
+        known = [field.name for field in fields(cls)]
+        for name in values:
             if name not in known:
-                raise ConfigError(f"TorchScale's {cls.__name__} has no field {name!r}")
-            _check_type(name, value, known[name])
+                close = difflib.get_close_matches(name, known, n=3)
+                hint = f"; did you mean {' or '.join(close)}?" if close else ""
+                raise ConfigError(f"TorchScale's {cls.__name__} has no field {name!r}{hint}")
         return cls(**values)
 
     def override(self, args: object) -> None:
@@ -88,12 +103,20 @@ class SharedConfig:
         self.__post_init__()
 
 
-def _check_type(name: str, value: Any, default: Any) -> None:
-    """Refuse a value of another type than the field's default; a whole number is also a float."""
+def _check_field(name: str, value: Any, default: Any) -> None:
+    """Refuse a value of another type than the field's default, and one that is no choice.
+
+    A whole number is also a float.
+    """
     kind = type(default)
     fits = type(value) is kind or (kind is float and type(value) is int)
     if default is not None and not fits:
-        raise ConfigError(f"TorchScale's {name} is {value!r}; give a {kind.__name__}")
+        article = "an" if kind is int else "a"
+        raise ConfigError(f"TorchScale's {name} is {value!r}; give {article} {kind.__name__}")
+    if name in CHOICES and value not in CHOICES[name]:
+        raise ConfigError(
+            f"TorchScale's {name} is {value!r}; give one of {', '.join(CHOICES[name])}"
+        )
 
 
 @dataclass(kw_only=True)

@@ -45,13 +45,15 @@ def moe_settings(given: SharedConfig) -> dict[str, Any]:
     layers = max(getattr(given, f"{side}_layers", 0) for side in ("encoder", "decoder"))
     if not 0 < given.moe_freq <= layers:
         return {}
+    share = given.moe_eval_capacity_token_fraction
     settings: dict[str, Any] = {
         "moe_freq": given.moe_freq,
         "moe_expert_count": given.moe_expert_count,
         "moe_top1_expert": given.moe_top1_expert,
         "moe_gate": "xmoe" if given.use_xmoe else "linear",
         "moe_gating_use_fp32": given.moe_gating_use_fp32,
-        "moe_eval_capacity_token_fraction": given.moe_eval_capacity_token_fraction,
+        # TorchScale takes any share that is not above 0 as -1.
+        "moe_eval_capacity_token_fraction": share if share > 0 else -1.0,
         "moe_mask_padding": False,
     }
     if not given.moe_top1_expert:

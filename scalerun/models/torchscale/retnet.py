@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.dataclass.flags import check_settings
 from scalerun.models.retnet import MODEL, RetNetLM
 from scalerun.models.retnet import RetNetConfig as OurConfig
 from scalerun.models.torchscale.configs import OVERRIDDEN, SharedConfig, as_config
@@ -112,7 +113,7 @@ def retnet_config(given: RetNetConfig, *, version: str) -> OurConfig:
     elif before:
         settings["keep_norm_placement"] = True
     cfg = OurConfig(**settings, init="torchscale", norm_eps_mode=NORM_EPS_MODES[version])
-    cfg.validate()
+    check_settings(cfg)
     return cfg
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scalerun.dataclass.errors import ConfigError
+from scalerun.dataclass.flags import check_settings
 from scalerun.dataclass.literals import SettingType
 from scalerun.models.attention_config import XPOS_BASE
 from scalerun.models.beit3 import BEiT3Config
@@ -80,7 +81,7 @@ def encoder_config(
         share_encoder_input_output_embed=given.share_encoder_input_output_embed,
         no_output_layer=given.no_output_layer,
     )
-    cfg.validate()
+    check_settings(cfg)
     return cfg
 
 
@@ -89,7 +90,7 @@ def mlm_config(given: EncoderConfig, *, version: str, **positions: Any) -> Trans
     cfg = TransformerMLMConfig(
         **_settings(given, ENCODER, ("encoder",), version, positions), multiway=given.multiway
     )
-    cfg.validate()
+    check_settings(cfg)
     return cfg
 
 
@@ -99,7 +100,7 @@ def beit3_config(given: EncoderConfig, *, version: str, **positions: Any) -> BEi
         **_settings(given, ENCODER + IMAGE, ("encoder",), version, positions),
         no_output_layer=given.no_output_layer,
     )
-    cfg.validate()
+    check_settings(cfg)
     return cfg
 
 
@@ -108,7 +109,7 @@ def decoder_config(given: DecoderConfig, *, version: str, **positions: Any) -> T
     if given.no_output_layer:
         raise ConfigError("TorchScale's no_output_layer has no form for a decoder; leave it out")
     cfg = TransformerConfig(**_settings(given, DECODER, ("decoder",), version, positions))
-    cfg.validate()
+    check_settings(cfg)
     return cfg
 
 
@@ -125,7 +126,7 @@ def encoder_decoder_config(
         **_settings(given, ENCODER + DECODER, ("encoder", "decoder"), version, positions),
         share_all_embeddings=given.share_all_embeddings,
     )
-    cfg.validate()
+    check_settings(cfg)
     return cfg
 
 
@@ -169,8 +170,10 @@ def _placed_norms(given: AttentionFields, sides: tuple[str, ...], version: str) 
 
 def _numbers(name: str, value: str | list[int] | None) -> list[int]:
     """A list that TorchScale may have as text."""
+    if value is None or isinstance(value, list):
+        return value or []
     if not isinstance(value, str):
-        return list(value or ())
+        raise ConfigError(f"TorchScale's {name} is {value!r}; give a list of whole numbers")
     try:
         numbers: list[int] = SettingType(int, list).parse(value)
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import struct
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +25,22 @@ REMEDY = (
     "save the weights alone, torch.save(model.state_dict(), FILE), and give their configuration "
     "with --torchscale-config"
 )
+UNREADABLE = (
+    pickle.UnpicklingError,
+    struct.error,
+    zipfile.BadZipFile,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What reading a damaged file may raise: its bytes are instructions, which then mean anything."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +87,15 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         ) from error
     try:
         return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is no safetensors file, or it is damaged: {error}") from error
+    except (SafetensorError, *UNREADABLE) as error:
+        raise damaged(path, f"it cannot be read as safetensors ({_words(error)})") from error
 
 
 def _read_torch(path: Path, *, allow_namespace: bool) -> Any:
     """What ``torch.save`` wrote; tensors are mapped into memory and read when they are needed."""
     is_archive = zipfile.is_zipfile(path)
     if is_archive:
+        _check_sums(path)
         _refuse_code(path, allow_namespace=allow_namespace)
     allowed: AbstractContextManager[object] = nullcontext()
     if allow_namespace:
@@ -85,11 +103,35 @@ def _read_torch(path: Path, *, allow_namespace: bool) -> Any:
     try:
         with allowed:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError) as error:
+    except UNREADABLE as error:
         hint = "" if is_archive or allow_namespace else f" (old fairseq files need {FLAG})"
-        raise UserError(
-            f"{path} is damaged, or holds more than tensors and plain values{hint}; {REMEDY}"
+        raise damaged(
+            path, f"it is cut off, or holds more than tensors and plain values{hint}; {REMEDY}"
         ) from error
+
+
+def damaged(path: Path, reason: str) -> UserError:
+    """The error for a file that cannot be read, whatever stands in it."""
+    return UserError(f"{path} is damaged or no weight file: {reason}")
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _check_sums(path: Path) -> None:
+    """Compare each part of an archive with its checksum, which torch does not look at.
+
+    Raises:
+        UserError: a part differs.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            wrong = archive.testzip()
+    except UNREADABLE as error:
+        raise damaged(path, _words(error)) from error
+    if wrong is not None:
+        raise damaged(path, f"the checksum of its part {wrong} is wrong")
 
 
 def _refuse_code(path: Path, *, allow_namespace: bool) -> None:
@@ -100,8 +142,8 @@ def _refuse_code(path: Path, *, allow_namespace: bool) -> None:
     """
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, LookupError) as error:
-        raise UserError(f"{path} is damaged, or was not written by torch.save") from error
+    except UNREADABLE as error:
+        raise damaged(path, "torch.save did not write it") from error
     namespace = f"{argparse.Namespace.__module__}.{argparse.Namespace.__qualname__}"
     if namespace in found:
         if not allow_namespace:
@@ -120,7 +162,7 @@ def _tensors(path: Path, content: Mapping[Any, Any]) -> dict[str, Tensor]:
     for key, value in content.items():
         if not isinstance(value, Tensor):
             raise UserError(
-                f"{path} is no state dict: {key!r} is a {type(value).__name__}; {REMEDY}"
+                f"{path} is no state dict: {key!r} is of type {type(value).__name__}; {REMEDY}"
             )
         if not value.is_floating_point():
             raise UserError(

@@ -31,6 +31,8 @@ class MoELayer(PerToken):
             TorchScale's encoder; else sample by sample, as in its decoder.
     """
 
+    has_auxiliary_loss = True
+
     def __init__(
         self, router: Router, experts: Experts, *, mask_padding: bool = True, time_major: bool
     ) -> None:
