@@ -44,13 +44,6 @@ class Multiway(nn.Module):
         return torch.cat((self.A(x_BT[:, :split]), self.B(x_BT[:, split:])), dim=1)
 
 
-def route(layer: nn.Module, x_BT: Tensor, context: BlockContext) -> Tensor:
-    """``layer(x)``, by halves if the layer is :class:`Multiway`."""
-    if isinstance(layer, Multiway | MultiwayPositions):
-        return layer(x_BT, context.split)
-    return layer(x_BT)
-
-
 class MultiwayPositions(AbsolutePosition):
     """A table of positions for each kind of token; each half counts from its own first token."""
 
@@ -66,6 +59,16 @@ class MultiwayPositions(AbsolutePosition):
             return self.A(positions_BT)
         second = self.B(positions_BT[:, split:] - split)
         return second if split == 0 else torch.cat((self.A(positions_BT[:, :split]), second), 1)
+
+
+PAIRS = (Multiway, MultiwayPositions)
+
+
+def route(layer: nn.Module, x_BT: Tensor, context: BlockContext) -> Tensor:
+    """``layer(x)``, by halves if the layer is :class:`Multiway`."""
+    if isinstance(layer, PAIRS):
+        return layer(x_BT, context.split)
+    return layer(x_BT)
 
 
 class MultiwayPerToken(PerToken):
