@@ -79,5 +79,5 @@ def test_the_quick_start_beats_bzip2_and_says_that_it_is_finished(tmp_path):
     saved = {path.name for path in (tmp_path / "run").glob("checkpoint_*")}
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
-    assert "1000 updates are done" in again.stderr
+    assert "1600 updates are done" in again.stderr
     assert {path.name for path in (tmp_path / "run").glob("checkpoint_*")} == saved
