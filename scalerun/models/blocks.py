@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import nn
 
+from scalerun.dataclass.errors import ConfigError
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.models import init_schemes
 from scalerun.models.attention_config import AttentionConfig
@@ -23,7 +24,7 @@ from scalerun.modules.embedding import InputEmbedding, TokenEmbedding
 from scalerun.modules.feed_forward import GLU, Activation, FeedForward, PerToken
 from scalerun.modules.linear import Linear
 from scalerun.modules.mixer import Mixer
-from scalerun.modules.moe.experts import Experts, StackedNorm
+from scalerun.modules.moe.experts import ExpertPlacement, Experts, StackedNorm
 from scalerun.modules.moe.gates import GATES
 from scalerun.modules.moe.moe_layer import MoELayer
 from scalerun.modules.moe.router import Router
@@ -137,9 +138,10 @@ class StackParts(ABC):
         """A layer whose tokens go to experts: feed-forward layers, whatever the dense ones are."""
         cfg, dim, ffn_dim = self.cfg, self.stack.dim, self.stack.ffn_dim
         num_experts, rms = cfg.moe_expert_count, self.axes.norm == "rms_norm"
-        norm = StackedNorm(num_experts, ffn_dim, eps=cfg.layernorm_eps, rms=rms)
+        placement = self.expert_placement()
+        norm = StackedNorm(placement, ffn_dim, eps=cfg.layernorm_eps, rms=rms)
         experts = Experts(
-            num_experts,
+            placement,
             dim,
             ffn_dim,
             init=self.weights.ffn,
@@ -155,6 +157,20 @@ class StackParts(ABC):
             mask_padding=cfg.moe_mask_padding,
             time_major=self.stack.side == "encoder",
         )
+
+    def expert_placement(self) -> ExpertPlacement:
+        """The experts of each layer, and the ranks that they are spread over.
+
+        Raises:
+            ConfigError: they cannot hold equally many.
+        """
+        mesh, num_experts = self.meshes.expert, self.cfg.moe_expert_count
+        if mesh is not None and num_experts % mesh.size():
+            raise ConfigError(
+                f"--expert-parallel-size {mesh.size()} does not divide --moe-expert-count "
+                f"{num_experts}; choose a divisor"
+            )
+        return ExpertPlacement(num_experts, mesh)
 
     def ffn_residual(self, layer: int) -> Residual:
         """What surrounds the per-token part of a layer (from 0); experts have their own dropout."""
