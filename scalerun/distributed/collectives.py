@@ -1,66 +1,67 @@
-"""Collectives that gradients pass through. The group is always an argument.
+"""Exchanges between the ranks of one mesh axis, and their gradients, over gloo or NCCL.
 
-All ranks of the group call them, in the same order, forward and backward.
+Every rank of the axis has to call them, in one order, forward and backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
-def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Each rank's row goes to that rank: what the ranks have for this one, in their order.
+
+def all_to_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Part i of ``x`` goes to rank i: the parts of all ranks that are for this one, in order.
 
     Args:
-        counts: (ranks, ...), integers.
+        x: (ranks, ...); no gradient.
     """
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts.contiguous(), group=group)
-    return received
+    arrived = torch.empty_like(x)
+    dist.all_to_all_single(arrived, x.contiguous(), group=mesh.get_group())
+    return arrived
 
 
-def exchange_rows(
-    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+def all_to_all_rows(
+    rows: Tensor, mesh: DeviceMesh, *, sent: Sequence[int], received: Sequence[int]
 ) -> Tensor:
-    """Pieces of rows go to the ranks and theirs come here, in the order of ranks.
+    """The next ``sent[i]`` rows go to rank i, and ``received[i]`` come from it, in order.
 
     Backward the gradients take the way back.
 
     Args:
         rows: (sum of ``sent``, D).
         sent: rows for each rank; 0 for none.
-        received: rows of each rank.
+        received: rows from each rank, which it has to know as well.
 
     Returns:
         (sum of ``received``, D).
     """
-    arrived: Tensor = _ExchangeRows.apply(rows, list(sent), list(received), group)
+    arrived: Tensor = _AllToAllRows.apply(rows, mesh, list(sent), list(received))
     return arrived
 
 
-class _ExchangeRows(torch.autograd.Function):
+class _AllToAllRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+        ctx: Any, rows: Tensor, mesh: DeviceMesh, sent: list[int], received: list[int]
     ) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchange_rows(rows, sent, received, group)
+        ctx.mesh, ctx.sent, ctx.received = mesh, sent, received
+        return _send_rows(rows, mesh, sent, received)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+        return _send_rows(grad, ctx.mesh, ctx.received, ctx.sent), None, None, None
 
 
-def _exchange_rows(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> Tensor:
+def _send_rows(rows: Tensor, mesh: DeviceMesh, sent: list[int], received: list[int]) -> Tensor:
     arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=mesh.get_group())
     return arrived

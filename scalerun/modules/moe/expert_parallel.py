@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scalerun.distributed.collectives import exchange_counts, exchange_rows
+from scalerun.distributed.collectives import all_to_all, all_to_all_rows
 from scalerun.modules.moe.dispatch import (
     Dispatch,
     make_dispatch,
@@ -26,7 +26,7 @@ from scalerun.modules.moe.dispatch import (
 from scalerun.modules.moe.router import Choices
 
 if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh, ProcessGroup
+    from torch.distributed import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Exchange(Dispatch):
     """Of this rank's tokens: R rows sorted by expert, and thereby by rank."""
     sent_W: list[int]
     received_W: list[int]
-    group: ProcessGroup
+    mesh: DeviceMesh
 
     def out(self, x_SD: Tensor) -> Tensor:
         """(P, D): the tokens of all ranks that go to the experts of this one."""
         rows_RD = self.outgoing.out(x_SD.to(product_dtype(x_SD)))  # half as much to send
-        rows_QD = exchange_rows(rows_RD, self.sent_W, self.received_W, self.group)
+        rows_QD = all_to_all_rows(rows_RD, self.mesh, sent=self.sent_W, received=self.received_W)
         if not sum(self.received_W):
             # The experts compute in vain, so that their gradients are zeros and not missing.
             rows_QD = F.pad(rows_QD, (0, 0, 0, 1))
@@ -51,7 +51,7 @@ class Exchange(Dispatch):
     def back(self, y_PD: Tensor, weights_KS: Tensor) -> Tensor:
         """(S, D): each of this rank's tokens' rows, weighted and added up; 0 if it has none."""
         rows_QD = self.sum(y_PD)[: sum(self.received_W)]
-        rows_RD = exchange_rows(rows_QD, self.received_W, self.sent_W, self.group)
+        rows_RD = all_to_all_rows(rows_QD, self.mesh, sent=self.received_W, received=self.sent_W)
         return self.outgoing.back(rows_RD, weights_KS)
 
 
@@ -65,12 +65,11 @@ def make_exchange(choices: Choices, mesh: DeviceMesh, *, grouped: bool) -> Excha
         mesh: the ranks that share the experts, an equal number of neighbours on each.
         grouped: whether grouped products can be had.
     """
-    group = mesh.get_group()
     counts_E = choices.counts_E()
     rows_E = counts_E.clone()
     rows_E[-1] += counts_E.sum() == 0
     sent_WL = rows_E.view(mesh.size(), -1)
-    received_WL = exchange_counts(sent_WL, group)
+    received_WL = all_to_all(sent_WL, mesh)
     sent, received = torch.stack((sent_WL, received_WL)).tolist()  # the host waits here
     sent_W, received_W = [sum(row) for row in sent], [sum(row) for row in received]
     outgoing = packed_dispatch(choices, counts_E, sum(sent_W))
@@ -81,7 +80,7 @@ def make_exchange(choices: Choices, mesh: DeviceMesh, *, grouped: bool) -> Excha
         outgoing=outgoing,
         sent_W=sent_W,
         received_W=received_W,
-        group=group,
+        mesh=mesh,
     )
 
 
