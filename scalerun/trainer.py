@@ -20,6 +20,7 @@ from scalerun.evaluation import SubsetResult, evaluate
 from scalerun.logging.metrics import Metrics, bits_per_byte, perplexity
 from scalerun.logging.nan_detector import NanDetector
 from scalerun.models.base_model import Architecture
+from scalerun.modules.constraint import constrain
 from scalerun.trainer_parts import Progress, TrainerParts
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Trainer:
             FloatingPointError: a loss or gradient is not finite and ``--nonfinite`` is ``stop``.
             UserError: the data cannot be used, or a checkpoint cannot be written.
         """
+        constrain(self.model)
         with self.parts.profiler, self.stop_signal.deferred():
             if self.progress.unfinished_validation:
                 self.validate()
@@ -239,6 +241,7 @@ class Trainer:
             self.optimizer.zero_grad()
             return False
         self.optimizer.step()
+        constrain(self.model)
         self.optimizer.zero_grad()
         self.progress.num_updates += 1
         self.progress.skips_in_a_row = 0
