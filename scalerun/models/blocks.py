@@ -9,7 +9,6 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import nn
 
-from scalerun.dataclass.errors import ConfigError
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.models import init_schemes
 from scalerun.models.attention_config import AttentionConfig
@@ -50,6 +49,9 @@ class StackParts(ABC):
         vocab_size: rows of the embedding.
         padding_idx: number of the padding symbol.
         meshes: axes to spread layers over.
+
+    Raises:
+        ConfigError: the experts cannot be spread over their axis.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class StackParts(ABC):
         self.vocab_size = vocab_size
         self.padding_idx = padding_idx
         self.meshes = meshes
+        if meshes.expert is not None:
+            cfg.check_expert_parallel(meshes.expert.size())
         self.weights = self.init_scheme(self.axes.gain)
 
     def init_scheme(self, gain: float) -> ModelInit:
@@ -138,7 +142,7 @@ class StackParts(ABC):
         """A layer whose tokens go to experts: feed-forward layers, whatever the dense ones are."""
         cfg, dim, ffn_dim = self.cfg, self.stack.dim, self.stack.ffn_dim
         num_experts, rms = cfg.moe_expert_count, self.axes.norm == "rms_norm"
-        placement = self.expert_placement()
+        placement = ExpertPlacement(num_experts, self.meshes.expert)
         norm = StackedNorm(placement, ffn_dim, eps=cfg.layernorm_eps, rms=rms)
         experts = Experts(
             placement,
@@ -157,20 +161,6 @@ class StackParts(ABC):
             mask_padding=cfg.moe_mask_padding,
             time_major=self.stack.side == "encoder",
         )
-
-    def expert_placement(self) -> ExpertPlacement:
-        """The experts of each layer, and the ranks that they are spread over.
-
-        Raises:
-            ConfigError: they cannot hold equally many.
-        """
-        mesh, num_experts = self.meshes.expert, self.cfg.moe_expert_count
-        if mesh is not None and num_experts % mesh.size():
-            raise ConfigError(
-                f"--expert-parallel-size {mesh.size()} does not divide --moe-expert-count "
-                f"{num_experts}; choose a divisor"
-            )
-        return ExpertPlacement(num_experts, mesh)
 
     def ffn_residual(self, layer: int) -> Residual:
         """What surrounds the per-token part of a layer (from 0); experts have their own dropout."""
