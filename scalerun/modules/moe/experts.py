@@ -6,13 +6,12 @@ E experts, R rows of tokens sorted by expert, D model width, F inner width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalerun.distributed.mesh import local_part
 from scalerun.distributed.sharding import empty_parameter
 from scalerun.modules.drop_path import dropout
 from scalerun.modules.feed_forward import Activation, FeedForwardInit
@@ -21,6 +20,7 @@ from scalerun.modules.moe.dispatch import Dispatch, has_grouped_products
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 EXPERTS = "experts"
 """Every parameter of an expert lies below a module of this name, and no other parameter does."""
@@ -44,6 +44,10 @@ class ExpertPlacement:
         """An unset parameter: a stack of one such tensor for each expert."""
         return empty_parameter((self.num_experts, *shape), mesh=self.mesh)
 
+    def held(self, parameter: nn.Parameter) -> Tensor:
+        """The part of a stack that is on this rank."""
+        return parameter if self.mesh is None else cast("DTensor", parameter).to_local()
+
 
 class StackedNorm(nn.Module):
     """A norm with a gain, and for LayerNorm a bias, for each expert.
@@ -57,6 +61,7 @@ class StackedNorm(nn.Module):
 
     def __init__(self, placement: ExpertPlacement, dim: int, *, eps: float, rms: bool) -> None:
         super().__init__()
+        self.placement = placement
         self.dim = dim
         self.eps = eps
         self.weight = placement.parameter(dim)
@@ -66,12 +71,12 @@ class StackedNorm(nn.Module):
         return {"weight": ones} if self.bias is None else {"weight": ones, "bias": zeros}
 
     def forward(self, h_RF: Tensor, dispatch: Dispatch) -> Tensor:
-        weight_RF = dispatch.spread(local_part(self.weight).to(h_RF.dtype))
+        weight_RF = dispatch.spread(self.placement.held(self.weight).to(h_RF.dtype))
         if self.bias is None:
             wide_RF = h_RF if h_RF.dtype == torch.float64 else h_RF.float()
             return F.rms_norm(wide_RF, (self.dim,), None, self.eps).to(h_RF.dtype) * weight_RF
         normed_RF = F.layer_norm(h_RF, (self.dim,), None, None, self.eps)
-        bias_RF = dispatch.spread(local_part(self.bias).to(h_RF.dtype))
+        bias_RF = dispatch.spread(self.placement.held(self.bias).to(h_RF.dtype))
         return torch.addcmul(bias_RF, normed_RF, weight_RF)
 
 
@@ -125,13 +130,13 @@ class Experts(nn.Module):
 
     def forward(self, x_RD: Tensor, dispatch: Dispatch) -> Tensor:
         """(R, D) from (R, D), rows of the experts that this rank holds."""
-        h_RF = dispatch.multiply(x_RD, local_part(self.fc1_weight))
-        h_RF = self.activation(dispatch.add(h_RF, local_part(self.fc1_bias)))
+        held = self.placement.held
+        h_RF = dispatch.multiply(x_RD, held(self.fc1_weight))
+        h_RF = self.activation(dispatch.add(h_RF, held(self.fc1_bias)))
         h_RF = dropout(h_RF, self.activation_dropout, training=self.training)
         if self.inner_norm is not None:
             h_RF = self.inner_norm(h_RF, dispatch)
-        y_RD = dispatch.multiply(h_RF, local_part(self.fc2_weight))
-        y_RD = dispatch.add(y_RD, local_part(self.fc2_bias))
+        y_RD = dispatch.add(dispatch.multiply(h_RF, held(self.fc2_weight)), held(self.fc2_bias))
         return dropout(y_RD, self.dropout, training=self.training)
 
     def has_grouped_products(self, x_SD: Tensor) -> bool:
