@@ -37,6 +37,14 @@ class Case:
     recompute: bool = False
     training: bool = True
     few_rows: int = 64
+    bfloat16: bool = False
+
+    def tolerance(self) -> dict[str, float]:
+        if self.bfloat16:
+            return {"rtol": 0.02, "atol": 0.05}
+        if self.settings.get("dtype") == torch.float32:
+            return {"rtol": 1e-4, "atol": 1e-5}
+        return {"rtol": 1e-9, "atol": 1e-12}
 
 
 CASES = {
@@ -53,6 +61,9 @@ CASES = {
     "recomputed": Case({"gate": "xmoe"}, recompute=True, padding=(3,)),
     "float32 by groups": Case({"dtype": torch.float32, "norm": "layer_norm"}, few_rows=0),
     "float32 by batches": Case({"dtype": torch.float32, "norm": "layer_norm"}, few_rows=1000),
+    "bfloat16": Case(
+        {"dtype": torch.float32, "norm": "layer_norm", "second_expert": "all"}, bfloat16=True
+    ),
     "float32 idle": Case({"dtype": torch.float32, "top_k": 1}, one_expert=True, few_rows=0),
 }
 
@@ -82,10 +93,11 @@ def run(layer: MoELayer, case: Case, rank: int) -> dict[str, Tensor]:
     x, context = batch(case, rank)
     x.requires_grad_()
     torch.manual_seed(100 + rank)
-    if case.recompute:
-        y, report = checkpoint(layer, x, context, use_reentrant=False)
-    else:
-        y, report = layer(x, context)
+    with torch.autocast("cpu", torch.bfloat16, enabled=case.bfloat16):
+        if case.recompute:
+            y, report = checkpoint(layer, x, context, use_reentrant=False)
+        else:
+            y, report = layer(x, context)
     wish = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y.dtype)
     ((y * wish).sum() + 3.0 * report.loss).backward()
     assert x.grad is not None
@@ -109,13 +121,11 @@ def compare(case: Case, make: Make, rank: int, mesh: Any, replicas: Any) -> None
     spread = prepared(make(8, mesh=mesh, **case.settings), case)
     assert spread.experts.fc1_weight.to_local().shape[0] == 8 // mesh.size()
     found = run(spread, case, rank)
-    exact = case.settings.get("dtype", torch.float64) == torch.float64
-    tolerance = {"rtol": 1e-9, "atol": 1e-12} if exact else {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(found, expected[rank], **tolerance)
+    torch.testing.assert_close(found, expected[rank], **case.tolerance())
     wanted = dict(gradients(whole))
     for name, gradient in gradients(spread):
         dist.all_reduce(gradient, group=replicas if name.startswith("experts.") else None)
-        torch.testing.assert_close(gradient, wanted[name], **tolerance)
+        torch.testing.assert_close(gradient, wanted[name], **case.tolerance())
 
 
 def test_spread_experts_are_whole_experts(make_layer: Make) -> None:
