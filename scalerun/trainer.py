@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from scalerun.criterions.base_criterion import CriterionOutput, Objective
 from scalerun.data.batch import Batch
@@ -20,6 +19,8 @@ from scalerun.evaluation import SubsetResult, evaluate
 from scalerun.logging.metrics import Metrics, bits_per_byte, perplexity
 from scalerun.logging.nan_detector import NanDetector
 from scalerun.models.base_model import Architecture
+from scalerun.modules.constraint import constrain
+from scalerun.optim.clip import GradNorm
 from scalerun.trainer_parts import Progress, TrainerParts
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Trainer:
             FloatingPointError: a loss or gradient is not finite and ``--nonfinite`` is ``stop``.
             UserError: the data cannot be used, or a checkpoint cannot be written.
         """
+        constrain(self.model)
         with self.parts.profiler, self.stop_signal.deferred():
             if self.progress.unfinished_validation:
                 self.validate()
@@ -251,12 +253,13 @@ class Trainer:
             self.optimizer.multiply_grads(1.0 / self.parts.loss_scaler.scale_value)
         opt = self.cfg.optimization
         grad_norm = self.optimizer.clip_grad_norm(opt.clip_norm, opt.clip_norm_type)  # type: ignore[arg-type]
-        finite = math.isfinite((grad_norm + loss_sum).item())  # the one wait for the device
+        finite = math.isfinite((grad_norm.total + loss_sum).item())  # the one wait for the device
         finite = not self.ranks.control.any(not finite)
         if not self.may_step(finite, batches):
             self.optimizer.zero_grad()
             return False
         self.optimizer.step()
+        constrain(self.model)
         self.optimizer.zero_grad()
         self.progress.num_updates += 1
         self.progress.skips_in_a_row = 0
@@ -341,11 +344,11 @@ class Trainer:
             f"{found[rank] or detector.describe()}"
         )
 
-    def count(self, grad_norm: Tensor) -> None:
+    def count(self, grad_norm: GradNorm) -> None:
         """Add what is the same on all ranks to the statistics."""
         clip_norm = self.cfg.optimization.clip_norm
-        clipped = 100.0 * float(clip_norm > 0 and grad_norm.item() > clip_norm)
-        self.metrics.add({"gnorm": grad_norm, "clip": clipped})
+        clipped = 100.0 * float(clip_norm > 0 and grad_norm.total.item() > clip_norm)
+        self.metrics.add({**grad_norm.stats(), "clip": clipped})
         scaler = self.parts.loss_scaler
         self.metrics.set(
             {

@@ -25,6 +25,7 @@ from scalerun.logging.sinks import SinkGroup, build_sinks, check_trackers
 from scalerun.logging.throughput import Throughput, measure_matmul_rate
 from scalerun.models.base_model import BaseModel
 from scalerun.optim.base_optimizer import build_optimizer
+from scalerun.optim.clip import check_norm_type
 from scalerun.optim.ema import EMA
 from scalerun.optim.loss_scaler import DynamicLossScaler
 from scalerun.optim.lr_scheduler.base_lr_scheduler import build_lr_scheduler
@@ -68,6 +69,7 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> Tr
         model.named_parameters(),
         same_bits=cfg.distributed.deterministic_reduce,
     )
+    check_norm_type(cfg.optimization.clip_norm_type, optimizer.named_params)  # type: ignore[arg-type]
     lr_scheduler = build_lr_scheduler(
         cfg.lr_scheduler, optimizer, max_update=cfg.optimization.max_update
     )
