@@ -15,6 +15,12 @@ LAYOUTS = {
     "shard 2": (2, 2, []),
     "copies 2": (2, 2, ["--ddp-backend", "pytorch_ddp"]),
     "shard 4": (4, 4, []),
+    "expert 2 of copies 4": (
+        4,
+        4,
+        ["--expert-parallel-size", "2", "--ddp-backend", "pytorch_ddp"],
+    ),
+    "expert 2 of shards 4": (4, 4, ["--expert-parallel-size", "2"]),
 }
 """Ranks, those of them that read other batches, and flags."""
 
@@ -43,7 +49,7 @@ def saved(tmp_path_factory):
         folder = home / layout.replace(" ", "_")
 
         def work(data_size, flags, folder=folder):
-            words = [*ARCHITECTURES["dense"], "--store-ema", *flags]
+            words = [*ARCHITECTURES["moe"], "--store-ema", *flags]
             trainer = make_trainer(data, folder, words, updates=SAVED, data_size=data_size)
             train(trainer)
             return state_of(trainer)
@@ -67,7 +73,7 @@ def test_every_byte_and_the_next_losses_are_the_same(after, saved, tmp_path):
     def work(data_size, flags):
         results = {}
         for before, (folder, _) in states.items():
-            words = [*ARCHITECTURES["dense"], "--store-ema", "--restore-file", str(folder), *flags]
+            words = [*ARCHITECTURES["moe"], "--store-ema", "--restore-file", str(folder), *flags]
             home = tmp_path / before.replace(" ", "_")
             trainer = make_trainer(
                 data, home, [*words, "--no-save"], updates=SAVED + MORE, data_size=data_size
