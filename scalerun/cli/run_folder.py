@@ -28,12 +28,16 @@ class RunFolder:
 
     Entering makes the folder and locks it; a process that is killed gives the lock back.
 
+    Args:
+        flag: the flag that names it, for messages.
+
     Raises:
         UserError: the folder cannot be written, or another run is using it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, flag: str = "--save-dir") -> None:
         self.path = path
+        self.flag = flag
 
     def __enter__(self) -> Self:
         try:
@@ -41,7 +45,8 @@ class RunFolder:
             self._lock = (self.path / _LOCK_FILE).open("w")
         except OSError as error:
             raise UserError(
-                f"--save-dir {self.path} cannot be written: {error.strerror}; choose another folder"
+                f"{self.flag} {self.path} cannot be written: {error.strerror}; choose another "
+                "folder"
             ) from error
         try:
             # Not flock: processes that prepare data would inherit it and outlive a killed run.
@@ -49,7 +54,7 @@ class RunFolder:
         except (BlockingIOError, PermissionError):
             self._lock.close()
             raise UserError(
-                f"--save-dir {self.path} is in use by another run; wait for it or choose another "
+                f"{self.flag} {self.path} is in use by another run; wait for it or choose another "
                 "folder"
             ) from None
         return self
