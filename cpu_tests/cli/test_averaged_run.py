@@ -138,3 +138,10 @@ def test_a_checkpoint_counts_once(make, average):
     run = make("a")
     with pytest.raises(UserError, match="a/checkpoint_0 is named twice"):
         average(run, find_checkpoint(run))
+
+
+def test_a_folder_that_cannot_be_made_is_named(make, tmp_path):
+    (tmp_path / "file").write_text("")
+    paths = [str(make("a")), str(make("b", seed=2))]
+    with pytest.raises(UserError, match="--output .*file/mean cannot be written"):
+        average_runs(paths, tmp_path / "file/mean", last=None, user_dir=None, words=[])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,8 @@ from scalerun.models.torchscale.export import (
     torchscale_tables,
 )
 from scalerun.plugins import plugin_errors
+
+logger = logging.getLogger(__name__)
 
 
 def consolidated(
@@ -75,6 +78,7 @@ def torchscale_file(
     metadata = _origin(checkpoint, part) | {"torchscale_version": version}
     size = write_safetensors(output, entries, metadata)
     replace_file(fields_file, (json.dumps(fields, indent=1) + "\n").encode())
+    logger.info("%s: fields for TorchScale %s", fields_file, version)
     return len(entries), size
 
 
