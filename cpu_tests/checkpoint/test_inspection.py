@@ -49,7 +49,7 @@ def test_a_state_that_is_no_json_is_damage(run):
 
 
 def test_a_run_that_is_whole_has_a_line_for_each_checkpoint(run):
-    findings = verify_all(run)
+    findings = list(verify_all(run))
     assert [f.path.name for f in findings] == ["checkpoint_1", "checkpoint_2"]
     assert all(f.fault is None and f.manifest is not None for f in findings)
     assert [f.path for f in verify_all(run / "checkpoint_last")] == [run / "checkpoint_2"]
@@ -74,7 +74,7 @@ def test_one_flipped_bit_anywhere_in_any_file_is_found(manager, state_at, tmp_pa
             [finding] = verify_all(folder)
             assert finding.fault is not None, (path.name, place)
         path.write_bytes(content)
-    assert verify_all(folder)[0].fault is None
+    assert [f.fault for f in verify_all(folder)] == [None]
 
 
 def test_damage_in_one_checkpoint_says_nothing_of_the_others(run, flip_byte):
@@ -82,6 +82,14 @@ def test_damage_in_one_checkpoint_says_nothing_of_the_others(run, flip_byte):
     first, second = verify_all(run)
     assert first.fault == "the content of assets/words.txt has changed"
     assert second.fault is None
+
+
+def test_a_checkpoint_that_a_run_removes_meanwhile_is_no_fault(run):
+    findings = verify_all(run)
+    assert next(findings).path.name == "checkpoint_1"
+    shutil.rmtree(run / "checkpoint_2")
+    (run / "checkpoint_last").unlink()
+    assert list(findings) == []
 
 
 def test_a_pointer_to_nothing_is_a_fault(run):
@@ -92,13 +100,13 @@ def test_a_pointer_to_nothing_is_a_fault(run):
         "it names checkpoint_9, which is not there",
     ]
     with pytest.raises(UserError, match="neither a checkpoint nor the name of one"):
-        verify_all(run / "checkpoint_best")
+        next(verify_all(run / "checkpoint_best"))
 
 
 def test_a_folder_without_checkpoints_is_an_error(tmp_path, run):
     with pytest.raises(UserError, match="PATH .* holds no checkpoint"):
-        verify_all(tmp_path)
+        next(verify_all(tmp_path))
     with pytest.raises(UserError, match="PATH .* does not exist"):
-        verify_all(tmp_path / "nowhere")
+        next(verify_all(tmp_path / "nowhere"))
     shutil.rmtree(run / "checkpoint_1")
-    assert len(verify_all(run)) == 1
+    assert len(list(verify_all(run))) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,10 +95,11 @@ class Finding:
     """Of a whole checkpoint."""
 
 
-def verify_all(path: str | Path) -> list[Finding]:
+def verify_all(path: str | Path) -> Iterator[Finding]:
     """Compare a checkpoint, or all of a run, with what was written, byte for byte.
 
-    A run's pointer files are listed only where they name nothing.
+    Findings come one by one, oldest checkpoint first. A run's pointer files are among them only
+    where they name nothing.
 
     Args:
         path: a checkpoint's folder, a run folder, or a pointer file.
@@ -110,16 +112,23 @@ def verify_all(path: str | Path) -> list[Finding]:
         name = read_pointer(path)
         if name is None or not (path.parent / name).is_dir():
             raise UserError(f"PATH {path} is neither a checkpoint nor the name of one")
-        return [_check(path.parent / name)]
+        yield _check(path.parent / name)
+        return
     if path.is_dir() and is_checkpoint(path):
-        return [_check(path)]
+        yield _check(path)
+        return
     folders = [folder for _, folder in CheckpointFolder(path).checkpoints()]
     if not folders:
         find_checkpoint(path, "PATH")  # which says what there is instead
-    findings = [_check(folder) for folder in reversed(folders)]
-    # A run that is going on removes old ones.
-    found = [each for each in findings if each.fault is None or each.path.is_dir()]
-    return found + [_dangling(path / name) for name in (LAST, BEST) if _is_dangling(path / name)]
+    for folder in reversed(folders):
+        finding = _check(folder)
+        # A run that is going on removes old ones.
+        if finding.fault is None or folder.is_dir():
+            yield finding
+    for pointer in (path / LAST, path / BEST):
+        name = read_pointer(pointer)
+        if pointer.is_file() and (name is None or not (path / name).is_dir()):
+            yield Finding(pointer, f"it names {name or 'nothing'}, which is not there")
 
 
 def _check(folder: Path) -> Finding:
@@ -129,12 +138,3 @@ def _check(folder: Path) -> Finding:
         return Finding(folder, error.reason)
     except UserError as error:
         return Finding(folder, str(error))
-
-
-def _is_dangling(pointer: Path) -> bool:
-    name = read_pointer(pointer)
-    return pointer.is_file() and (name is None or not (pointer.parent / name).is_dir())
-
-
-def _dangling(pointer: Path) -> Finding:
-    return Finding(pointer, f"it names {read_pointer(pointer) or 'nothing'}, which is not there")

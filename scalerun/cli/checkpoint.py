@@ -157,10 +157,11 @@ def verify(cfg: CheckpointVerbConfig, words: list[str]) -> int:
     from scalerun.checkpoint.inspection import verify_all
     from scalerun.cli.checkpoint_report import format_finding
 
-    findings = verify_all(cfg.path)
-    for finding in findings:
-        print(format_finding(finding))
-    return int(any(finding.fault is not None for finding in findings))
+    faults = 0
+    for finding in verify_all(cfg.path):
+        print(format_finding(finding), flush=True)
+        faults += finding.fault is not None
+    return int(faults > 0)
 
 
 def consolidate(cfg: ConsolidateConfig, words: list[str]) -> int:
