@@ -135,7 +135,7 @@ def usage() -> str:
     return "\n".join(lines + [f"  {verb:12} {text}" for verb, (_, _, text) in VERBS.items()])
 
 
-# Inside the verbs, imports need not delay --help and a mistyped flag by torch's distributed
+# The verbs import late, so that --help and a mistyped flag need not wait for torch's distributed
 # packages.
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from scalerun.checkpoint.inspection import Finding, Inspection, TensorFacts
+from scalerun.checkpoint.manifest import Manifest
 from scalerun.checkpoint.reader import run_file
 from scalerun.cli.inference import CONFIG_FILE
 from scalerun.cli.weight_export import ties
@@ -34,7 +35,7 @@ def format_summary(found: Inspection) -> str:
         lines.append(f"metric        {name} {found.manifest.metric:g}")
     lines += [
         f"written by    {versions}, {processes}",
-        f"size          {facts['bytes']:,} bytes in {facts['files']} files",
+        f"size          {_size(found.manifest)}",
         f"architecture  {settings.get('_name')}"
         + "".join(f"\n              {name} {value}" for name, value in shown.items()),
         f"parameters    {facts['parameters']:,}",
@@ -99,8 +100,7 @@ def format_finding(finding: Finding) -> str:
     """One line on one checkpoint."""
     if finding.manifest is None:
         return f"{finding.path}: DAMAGED: {finding.fault}"
-    manifest = finding.manifest
-    return f"{finding.path}: whole ({len(manifest.files)} files, {manifest.num_bytes:,} bytes)"
+    return f"{finding.path}: whole ({_size(finding.manifest)})"
 
 
 def _tensors(found: Inspection, part: str) -> list[TensorFacts]:
@@ -110,6 +110,11 @@ def _tensors(found: Inspection, part: str) -> list[TensorFacts]:
             f"{', '.join(found.tensors)}"
         )
     return found.tensors[part]
+
+
+def _size(manifest: Manifest) -> str:
+    files = "1 file" if len(manifest.files) == 1 else f"{len(manifest.files)} files"
+    return f"{manifest.num_bytes:,} bytes in {files}"
 
 
 def _table(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
