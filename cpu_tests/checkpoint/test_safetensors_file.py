@@ -78,14 +78,28 @@ def test_one_tensor_is_made_at_a_time_in_the_order_given(tmp_path):
     assert made == list(range(5))
 
 
-def test_an_error_on_the_way_leaves_the_old_file(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (UserError("no such tensor"), "no such tensor"),
+        (
+            OSError(28, "No space left on device"),
+            r"w\.safetensors: No space left on device; nothing",
+        ),
+        (
+            PermissionError(13, "Permission denied", "__0_0.distcp"),
+            "__0_0.distcp: Permission denied",
+        ),
+    ],
+)
+def test_an_error_on_the_way_leaves_the_old_file(tmp_path, error, message):
     path = tmp_path / "w.safetensors"
     path.write_bytes(b"old")
 
     def fail():
-        raise UserError("no such tensor")
+        raise error
 
-    with pytest.raises(UserError, match="no such tensor"):
+    with pytest.raises(UserError, match=message):
         write_safetensors(path, [Entry("a", torch.ones(2), fail)], {})
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["w.safetensors"]

@@ -61,7 +61,8 @@ def write_safetensors(path: Path, entries: Iterable[Entry], metadata: Mapping[st
         Bytes of the file.
 
     Raises:
-        UserError: a number format has no form in the file, or the disk has too little room.
+        UserError: a number format has no form in the file, the disk has too little room, or
+            reading or writing fails; whatever had the file's name is still there.
     """
     ordered = sorted(entries, key=lambda entry: -entry.template.element_size())
     header = _header(ordered, metadata)
@@ -69,11 +70,15 @@ def write_safetensors(path: Path, entries: Iterable[Entry], metadata: Mapping[st
     available = shutil.disk_usage(path.parent).free
     if available < size:
         raise UserError(f"{path} needs {size} bytes, and {available} are free; make room")
-    with replacing(path) as stream:
-        stream.write(len(header).to_bytes(8, "little"))
-        stream.write(header)
-        for entry in ordered:
-            stream.write(_bytes(entry))
+    try:
+        with replacing(path) as stream:
+            stream.write(len(header).to_bytes(8, "little"))
+            stream.write(header)
+            for entry in ordered:
+                stream.write(_bytes(entry))
+    except OSError as error:
+        where = error.filename or path
+        raise UserError(f"{where}: {error.strerror or error}; nothing was written") from error
     return size
 
 
