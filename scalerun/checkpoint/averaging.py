@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 import scalerun
+from scalerun.checkpoint.atomic import FileRecord, sync_tree, write_file
 from scalerun.checkpoint.checkpoint_folder import CheckpointFolder
 from scalerun.checkpoint.consolidation import MODEL
-from scalerun.checkpoint.manifest import Manifest
+from scalerun.checkpoint.manifest import MANIFEST, Manifest
 from scalerun.checkpoint.reader import is_checkpoint
 from scalerun.checkpoint.state_tree import to_json
 from scalerun.checkpoint.storage import StoredTensors, bytes_needed, save_one_by_one
-from scalerun.checkpoint.writer import SPARE_BYTES, Content, write_checkpoint
+from scalerun.checkpoint.writer import SPARE_BYTES, STATE
 from scalerun.dataclass.errors import UserError
 
 
@@ -118,25 +119,35 @@ def write_mean(
     mean = MeanWeights(folders)
     folder = CheckpointFolder(output)
     folder.open_for_writing()
-    manifest = Manifest(
-        num_updates=num_updates,
-        files={},
-        version=scalerun.__version__,
-        torch_version=torch.__version__,
-        world_size=1,
-    )
-    content = Content(manifest, {MODEL: mean.templates()}, to_json(plain), run_files)
     needed = bytes_needed(mean.templates()) + SPARE_BYTES
     available = shutil.disk_usage(output).free
     if available < needed:
         raise UserError(f"--output {output} needs {needed} bytes, and {available} are free")
+    temporary = folder.temporary(num_updates)
     try:
-        write_checkpoint(
-            folder, content, lambda path, tensors: save_one_by_one(path, tensors, mean.read)
-        )
+        temporary.mkdir()
+        files = {
+            name: write_file(temporary / name, content)
+            for name, content in {STATE: to_json(plain), **run_files}.items()
+        }
+        files |= save_one_by_one(temporary, {MODEL: mean.templates()}, mean.read)
+        write_file(temporary / MANIFEST, _manifest(num_updates, files).to_json())
+        sync_tree(temporary)
+        return folder.commit(temporary, num_updates)
     except OSError as error:
         raise UserError(f"--output {output} cannot be written: {error.strerror}") from error
-    return folder.checkpoint(num_updates)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _manifest(num_updates: int, files: dict[str, FileRecord]) -> Manifest:
+    return Manifest(
+        num_updates=num_updates,
+        files=files,
+        version=scalerun.__version__,
+        torch_version=torch.__version__,
+        world_size=1,
+    )
 
 
 def _facts(tensor: Tensor | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,17 +58,10 @@ def check_space(folder: CheckpointFolder, content: Content) -> None:
         )
 
 
-def write_checkpoint(
-    folder: CheckpointFolder,
-    content: Content,
-    save: Callable[[Path, TensorTree], dict[str, FileRecord]] = save_tensors,
-) -> Manifest:
+def write_checkpoint(folder: CheckpointFolder, content: Content) -> Manifest:
     """Write and commit a checkpoint.
 
     A process that dies in here leaves a folder with a temporary name at worst.
-
-    Args:
-        save: writes the tensors; returns what it wrote.
 
     Returns:
         The manifest as written.
@@ -80,7 +73,7 @@ def write_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir()
-        manifest = replace(content.manifest, files=_write_files(temporary, content, save))
+        manifest = replace(content.manifest, files=_write_files(temporary, content))
         write_file(temporary / MANIFEST, manifest.to_json())
         sync_tree(temporary)
         folder.commit(temporary, content.num_updates)
@@ -102,10 +95,8 @@ def write_error(folder: CheckpointFolder, num_updates: int, error: OSError) -> U
     )
 
 
-def _write_files(
-    temporary: Path, content: Content, save: Callable[[Path, TensorTree], dict[str, FileRecord]]
-) -> dict[str, FileRecord]:
+def _write_files(temporary: Path, content: Content) -> dict[str, FileRecord]:
     files = {STATE: write_file(temporary / STATE, content.plain)}
     for name, file in content.run_files.items():
         files[name] = write_file(temporary / name, file)
-    return files | save(temporary, content.tensors)
+    return files | save_tensors(temporary, content.tensors)
