@@ -27,8 +27,10 @@ MODEL = """
     @register_model("my_lm", MyConfig)
     class MyLM(TransformerLM):
         @classmethod
-        def build_model(cls, cfg, *, vocab_size, padding_idx):
-            model = super().build_model(cfg, vocab_size=vocab_size, padding_idx=padding_idx)
+        def build_model(cls, cfg, *, vocab_size, padding_idx, meshes):
+            model = super().build_model(
+                cfg, vocab_size=vocab_size, padding_idx=padding_idx, meshes=meshes
+            )
             model.my_factor = cfg.my_factor
             return model
 

@@ -79,6 +79,81 @@ class CommonConfig(ScalerunDataclass):
 
 
 @dataclass
+class DistributedConfig(ScalerunDataclass):
+    """How many processes train together, and what each of them holds.
+
+    None of it changes what is learned: a run may go on with other values.
+    """
+
+    distributed_world_size: int | None = option(
+        None, "processes; the command starts them unless a launcher did (default: the launcher's)"
+    )
+    distributed_port: int = option(
+        0, "port of the first host by which processes find each other under Slurm; 0: from the job"
+    )
+    distributed_timeout_seconds: int = option(
+        600, "seconds to wait for the other processes before the run ends with an error"
+    )
+    ddp_backend: str = option(
+        "fully_sharded",
+        "parameters, gradients and optimizer state of the data-parallel ranks: sharded (FSDP), "
+        "whole copies, or fairscale's FSDP; none for a single data-parallel rank",
+        choices=("fully_sharded", "pytorch_ddp", "fairscale", "none"),
+    )
+    replicate_size: int = option(
+        1, "copies of the model, each sharded over the rest of the data-parallel ranks (HSDP)"
+    )
+    model_parallel_size: int = option(
+        1, "ranks that share each matrix product", aliases=("--tensor-parallel-size",)
+    )
+    sequence_parallel: bool = option(
+        False, "between the shared matrix products spread the tokens over the same ranks"
+    )
+    expert_parallel_size: int = option(1, "data-parallel ranks that the experts are spread over")
+    seq_parallel_size: int = option(
+        1, "data-parallel ranks that share each sequence (dilated attention)"
+    )
+    no_reshard_after_forward: bool = option(
+        False, "keep gathered parameters until backward: faster, more memory"
+    )
+    cpu_offload: bool = option(False, "keep sharded parameters and optimizer state on the host")
+    deterministic_reduce: bool = option(
+        False,
+        "add gradients in an order that does not depend on the number of data-parallel ranks: "
+        "equal bits for equal batches, at the price of speed",
+    )
+
+    def validate(self) -> None:
+        if self.distributed_world_size is not None:
+            at_least("--distributed-world-size", self.distributed_world_size, 1)
+        if not 0 <= self.distributed_port < 2**16:
+            raise ConfigError(
+                f"--distributed-port is {self.distributed_port}; give a port from 1 to 65535, or 0"
+            )
+        for flag, value in (
+            ("--distributed-timeout-seconds", self.distributed_timeout_seconds),
+            ("--replicate-size", self.replicate_size),
+            ("--model-parallel-size", self.model_parallel_size),
+            ("--expert-parallel-size", self.expert_parallel_size),
+            ("--seq-parallel-size", self.seq_parallel_size),
+        ):
+            at_least(flag, value, 1)
+        if self.sequence_parallel and self.model_parallel_size == 1:
+            raise ConfigError("--sequence-parallel has no effect without --model-parallel-size")
+        if self.ddp_backend != "fully_sharded":
+            for flag, given in (
+                ("--replicate-size", self.replicate_size != 1),
+                ("--no-reshard-after-forward", self.no_reshard_after_forward),
+                ("--cpu-offload", self.cpu_offload),
+            ):
+                if given:
+                    raise ConfigError(
+                        f"{flag} has no effect with --ddp-backend {self.ddp_backend}; give "
+                        "fully_sharded, or leave it out"
+                    )
+
+
+@dataclass
 class DatasetConfig(ScalerunDataclass):
     """How sequences become batches."""
 
@@ -242,6 +317,7 @@ class ScalerunConfig(ScalerunDataclass):
     """Everything that ``scalerun.cli.train`` can be told."""
 
     common: CommonConfig = field(default_factory=CommonConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

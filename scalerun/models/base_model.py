@@ -15,7 +15,9 @@ from torch import nn
 from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.flags import check_settings
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
+from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.modules.init import initialize
+from scalerun.modules.moe.experts import Experts
 from scalerun.registry import Registry, unknown_name
 
 logger = logging.getLogger(__name__)
@@ -27,11 +29,20 @@ class BaseModel(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def build_model(
-        cls, cfg: ScalerunDataclass, *, vocab_size: int, padding_idx: int | None
+        cls,
+        cfg: ScalerunDataclass,
+        *,
+        vocab_size: int,
+        padding_idx: int | None,
+        meshes: ModelMeshes = ONE_RANK,
     ) -> Self:
         """The network that a configuration describes, with unset weights.
 
         Runs under ``torch.device("meta")``. Use :func:`build_model` for a network that is ready.
+
+        Args:
+            meshes: axes to spread layers over. A layer that knows nothing of them is computed whole
+                by every rank, which is right, only not cheaper.
         """
 
     @abstractmethod
@@ -41,6 +52,10 @@ class BaseModel(nn.Module, ABC):
     @abstractmethod
     def shard_units(self) -> list[nn.Module]:
         """Modules that are each compiled, recomputed and sharded as one."""
+
+    def expert_units(self) -> list[nn.Module]:
+        """Modules whose parameters are stacks over experts, which an axis of their own may cut."""
+        return [module for module in self.modules() if isinstance(module, Experts)]
 
     @abstractmethod
     def training_flops_per_token(self, sequence_length: int) -> int:
@@ -208,13 +223,18 @@ def build_model(
     padding_idx: int | None,
     seed: int,
     device: torch.device,
+    meshes: ModelMeshes = ONE_RANK,
+    prepare: Callable[[BaseModel], None] = lambda model: None,
 ) -> BaseModel:
     """The network that a configuration describes, on ``device``, in float32, with drawn weights.
 
     Args:
         vocab_size: rows of the embedding.
         padding_idx: number of the padding symbol, whose embedding starts at 0.
-        seed: decides all weights, whatever the device.
+        seed: decides all weights, whatever the device and the meshes.
+        meshes: axes to spread layers over.
+        prepare: called with the model while it is shapes alone, as what recomputes, compiles and
+            shards it has to be.
 
     Raises:
         ConfigError: a setting is of another type, is no choice, or contradicts another one.
@@ -222,7 +242,10 @@ def build_model(
     check_settings(cfg)
     model_class = MODEL_REGISTRY.class_for(cfg)
     with torch.device("meta"):
-        model = model_class.build_model(cfg, vocab_size=vocab_size, padding_idx=padding_idx)
+        model = model_class.build_model(
+            cfg, vocab_size=vocab_size, padding_idx=padding_idx, meshes=meshes
+        )
+    prepare(model)
     model.to_empty(device=device)
     initialize(model, seed)
     return model

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import nn
 
+from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.models import init_schemes
 from scalerun.models.attention_config import AttentionConfig
 from scalerun.models.block_config import BlockConfig
@@ -47,16 +48,24 @@ class StackParts(ABC):
         stack: sizes, and which parts.
         vocab_size: rows of the embedding.
         padding_idx: number of the padding symbol.
+        meshes: axes to spread layers over.
     """
 
     def __init__(
-        self, cfg: BlockConfig, stack: Stack, *, vocab_size: int, padding_idx: int | None
+        self,
+        cfg: BlockConfig,
+        stack: Stack,
+        *,
+        vocab_size: int,
+        padding_idx: int | None,
+        meshes: ModelMeshes = ONE_RANK,
     ) -> None:
         self.cfg = cfg
         self.stack = stack
         self.axes = stack.axes
         self.vocab_size = vocab_size
         self.padding_idx = padding_idx
+        self.meshes = meshes
         self.weights = self.init_scheme(self.axes.gain)
 
     def init_scheme(self, gain: float) -> ModelInit:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
+from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.models.base_decoder import DecoderOutput
 from scalerun.models.base_model import BaseModel
 from scalerun.models.blocks import TransformerParts
@@ -51,9 +52,18 @@ class EncoderDecoder(BaseModel):
         self.decoder = TransformerDecoder(decoder_parts, decoder_parts.embedding(shared))
 
     @classmethod
-    def build_model(cls, cfg: Any, *, vocab_size: int, padding_idx: int | None) -> Self:
+    def build_model(
+        cls,
+        cfg: Any,
+        *,
+        vocab_size: int,
+        padding_idx: int | None,
+        meshes: ModelMeshes = ONE_RANK,
+    ) -> Self:
         encoder, decoder = (
-            cls.parts_class(cfg, stack, vocab_size=vocab_size, padding_idx=padding_idx)
+            cls.parts_class(
+                cfg, stack, vocab_size=vocab_size, padding_idx=padding_idx, meshes=meshes
+            )
             for stack in (cfg.encoder_stack(), cfg.decoder_stack())
         )
         return cls(encoder, decoder, share_embeddings=cfg.share_all_embeddings)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.models.base_decoder import BaseDecoder, DecoderOutput
 from scalerun.models.blocks import StackParts, TransformerParts
 from scalerun.models.transformer_stack import TransformerStack, computing_dtype
@@ -55,9 +56,23 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         self.output_projection = parts.output_projection()
 
     @classmethod
-    def build_model(cls, cfg: Any, *, vocab_size: int, padding_idx: int | None) -> Self:
-        stack = cfg.decoder_stack()
-        return cls(cls.parts_class(cfg, stack, vocab_size=vocab_size, padding_idx=padding_idx))
+    def build_model(
+        cls,
+        cfg: Any,
+        *,
+        vocab_size: int,
+        padding_idx: int | None,
+        meshes: ModelMeshes = ONE_RANK,
+    ) -> Self:
+        return cls(
+            cls.parts_class(
+                cfg,
+                cfg.decoder_stack(),
+                vocab_size=vocab_size,
+                padding_idx=padding_idx,
+                meshes=meshes,
+            )
+        )
 
     def forward(
         self,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
+from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.models.attention_config import AttentionConfig
 from scalerun.models.base_model import BaseModel, register_model
 from scalerun.models.blocks import TransformerParts
@@ -137,11 +138,20 @@ class TransformerEncoder(TransformerStack, BaseModel):
 
     @classmethod
     def build_model(
-        cls, cfg: ScalerunDataclass, *, vocab_size: int, padding_idx: int | None
+        cls,
+        cfg: ScalerunDataclass,
+        *,
+        vocab_size: int,
+        padding_idx: int | None,
+        meshes: ModelMeshes = ONE_RANK,
     ) -> Self:
         assert isinstance(cfg, TransformerEncoderConfig)
         parts = cls.parts_class(
-            cfg, cfg.encoder_stack(), vocab_size=vocab_size, padding_idx=padding_idx
+            cfg,
+            cfg.encoder_stack(),
+            vocab_size=vocab_size,
+            padding_idx=padding_idx,
+            meshes=meshes,
         )
         return cls(parts, output_layer=not cfg.no_output_layer)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
+from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.models.base_model import register_model, register_model_architecture
 from scalerun.models.blocks import ACTIVATIONS, TransformerParts
 from scalerun.models.transformer_encoder import TransformerEncoder, TransformerEncoderConfig
@@ -81,12 +82,21 @@ class TransformerMLM(TransformerEncoder):
 
     @classmethod
     def build_model(
-        cls, cfg: ScalerunDataclass, *, vocab_size: int, padding_idx: int | None
+        cls,
+        cfg: ScalerunDataclass,
+        *,
+        vocab_size: int,
+        padding_idx: int | None,
+        meshes: ModelMeshes = ONE_RANK,
     ) -> Self:
         assert isinstance(cfg, TransformerMLMConfig)
         return cls(
             cls.parts_class(
-                cfg, cfg.encoder_stack(), vocab_size=vocab_size, padding_idx=padding_idx
+                cfg,
+                cfg.encoder_stack(),
+                vocab_size=vocab_size,
+                padding_idx=padding_idx,
+                meshes=meshes,
             )
         )
 

@@ -15,6 +15,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from scalerun.distributed.sharding import fill
+
 Initializer = Callable[[Tensor, torch.Generator], None]
 """Fills a float32 CPU tensor in place, drawing from the generator."""
 
@@ -117,8 +119,8 @@ def initialize(model: nn.Module, seed: int) -> None:
     """Draw all parameters of a materialised model and compute its tables.
 
     Each parameter is drawn whole, in float32, on the CPU, from a generator seeded by
-    ``(seed, canonical name)``, and then copied to where and as what it is kept. A tied parameter is
-    drawn once, under its first name.
+    ``(seed, canonical name)``, and then copied, whole or a rank's part of it, to where and as what
+    it is kept. A tied parameter is drawn once, under its first name.
 
     Raises:
         ValueError: a module says nothing about one of its parameters or tables.
@@ -134,7 +136,7 @@ def initialize(model: nn.Module, seed: int) -> None:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
         full = torch.empty(parameter.shape, dtype=torch.float32)
         initializers[name](full, generator)
-        parameter.copy_(full)
+        fill(parameter, full)
     for name, module in model.named_modules():
         if isinstance(module, HasBuffers):
             module.reset_buffers()

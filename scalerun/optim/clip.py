@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from scalerun.distributed.mesh import local_part
+
 NormType = Literal["l2", "inf"]
 
 EPSILON = 1e-6
@@ -69,14 +71,6 @@ def multiply_grads(grads: Iterable[Tensor], factor: Tensor | float) -> None:
         groups[grad.device].append(local_part(grad))
     for device, group in groups.items():
         torch._foreach_mul_(group, factor.to(device) if isinstance(factor, Tensor) else factor)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the plain tensor itself.
-
-    DTensors are told by what they have: importing their class takes most of a second.
-    """
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _order(norm_type: NormType) -> float:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import option
+from scalerun.distributed.mesh import local_part
 from scalerun.optim.base_optimizer import BaseOptimizer, OptimizerConfig, register_optimizer
-from scalerun.optim.clip import local_part
 
 
 @dataclass

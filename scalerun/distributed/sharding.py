@@ -1,0 +1,65 @@
+"""Parameters of which each rank of a mesh axis holds a part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
+
+
+def empty_parameter(
+    shape: Sequence[int], *, mesh: DeviceMesh | None = None, dim: int = 0
+) -> nn.Parameter:
+    """An unset parameter. On a mesh it is a DTensor whose dimension ``dim`` is cut in equal parts.
+
+    Args:
+        shape: of the whole parameter.
+        mesh: one axis; None for a plain parameter.
+
+    Raises:
+        ValueError: the axis does not divide the dimension.
+    """
+    if mesh is None:
+        return nn.Parameter(torch.empty(*shape))
+    from torch.distributed.tensor import DTensor, Shard  # slow to import, and not always needed
+
+    if shape[dim] % mesh.size():
+        raise ValueError(f"{mesh.size()} ranks cannot share dimension {dim} of {tuple(shape)}")
+    local = list(shape)
+    local[dim] //= mesh.size()
+    whole = torch.empty(*shape, device="meta")
+    return nn.Parameter(
+        DTensor.from_local(
+            torch.empty(*local),
+            mesh,
+            [Shard(dim)],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+    )
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, whole: Tensor) -> None:
+    """Set a parameter, or this rank's part of it, from its whole value.
+
+    Args:
+        whole: the same on every rank; nothing is sent.
+    """
+    if not hasattr(parameter, "device_mesh"):
+        parameter.copy_(whole)
+        return
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(parameter, DTensor)
+    mesh = parameter.device_mesh
+    part = distribute_tensor(
+        whole.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None
+    )
+    parameter.to_local().copy_(part.to_local())
