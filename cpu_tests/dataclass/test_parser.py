@@ -121,6 +121,17 @@ def test_repeated_list_flags_add_up_and_repeated_scalars_keep_the_last():
     assert cfg.common.seed == 4
 
 
+def test_a_positional_list_takes_all_free_words_and_keeps_their_commas():
+    @dataclass
+    class ManyConfig(ScalerunDataclass):
+        paths: list[str] = option([], "what to read", positional=True)
+        count: int = option(0, "a number")
+
+    cfg = parse_config(ManyConfig, ["a,b", "--count", "2", "c d", "e"], prog="many")
+    assert (cfg.paths, cfg.count) == (["a,b", "c d", "e"], 2)
+    assert parse_config(ManyConfig, [], prog="many").paths == []
+
+
 def test_dict_flags_map_names_to_numbers():
     assert parse("--corpus-weights", "web=0.7,books=.3").task.corpus_weights == {
         "web": 0.7,

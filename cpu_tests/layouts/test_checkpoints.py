@@ -6,6 +6,7 @@ import torch
 from cpu_tests.conftest import make_corpus
 from cpu_tests.layouts.training import ARCHITECTURES, BATCHES, make_trainer, train, whole
 from cpu_tests.world import run_world
+from scalerun.checkpoint.consolidation import weight_entries
 from scalerun.checkpoint.manifest import read_manifest
 from scalerun.checkpoint.state_tree import flatten_tensors, split_state
 
@@ -64,6 +65,17 @@ def test_the_manifest_says_how_many_wrote(saved):
         assert manifest.world_size == LAYOUTS[layout][0]
         files = [name for name in manifest.files if name.endswith(".distcp")]
         assert len(files) == manifest.world_size
+
+
+@pytest.mark.parametrize("part", ["model", "ema"])
+def test_tensors_that_many_ranks_wrote_are_read_whole_one_by_one(saved, part):
+    for layout, (folder, expected) in saved[1].items():
+        entries = weight_entries(folder / f"checkpoint_{SAVED}", part=part)
+        assert {f"{part}.{e.name}" for e in entries} == {
+            name for name in expected if name.startswith(f"{part}.")
+        }
+        for entry in entries:
+            assert torch.equal(entry.read(), expected[f"{part}.{entry.name}"]), (layout, entry.name)
 
 
 @pytest.mark.parametrize("after", LAYOUTS)

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from scalerun.checkpoint.atomic import hash_file
 from scalerun.cli.entry import run_cli
+from scalerun.cli.output_file import refuse_full_folder
 from scalerun.data.base_tokenizer import BaseTokenizer
 from scalerun.data.fairseq_dictionary import rows_in_our_order
 from scalerun.data.tokenizer import load_tokenizer
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cfg = parse_config(ConvertConfig, words, prog="scalerun-convert")
     setup_logging()
     output = Path(cfg.output)
-    refuse_full_folder(output)
+    refuse_full_folder("--output", output)
     file = read_checkpoint(Path(cfg.path), allow_namespace=cfg.allow_namespace)
     given = given_fields(cfg, file)
     found = recognize(file.state, given)
@@ -106,18 +107,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{num_params:,}",
     )
     return 0
-
-
-def refuse_full_folder(output: Path) -> None:
-    """Refuse an output that would mix with what is there.
-
-    Raises:
-        UserError: it is a file, or a folder with something in it.
-    """
-    if output.exists() and not output.is_dir():
-        raise UserError(f"--output {output} is a file; name a folder")
-    if output.is_dir() and any(entry.name != ".lock" for entry in output.iterdir()):
-        raise UserError(f"--output {output} is not empty; name a new folder")
 
 
 def given_fields(cfg: ConvertConfig, file: WeightFile) -> dict[str, Any]:

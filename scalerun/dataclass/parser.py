@@ -251,7 +251,10 @@ class _Builder:
             if not word.startswith("-") or word == "-":
                 if not free:
                     raise ConfigError(f"{word!r} is not expected here; flags start with --")
-                free.pop(0).set(word)
+                if free[0].type.container is list:
+                    free[0].add(word)
+                else:
+                    free.pop(0).set(word)
             elif spelling == "--print-config":
                 printing = True
             elif spelling in with_value:
