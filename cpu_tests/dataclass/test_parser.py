@@ -268,6 +268,27 @@ def test_wrong_files_are_refused_with_their_line(tmp_path, text, says):
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("common: {}\narch: toy\n", ":2 chooses no component by arch;"),
+        ("model:\n  arch: toy\n", ":2 chooses no component by model.arch;"),
+        ("model: toy\n", ":1 chooses no component by model;"),
+    ],
+)
+def test_a_file_that_spells_a_choice_as_a_flag_is_told_how_to_write_it(tmp_path, text, where):
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    words = ["--config", str(path), "--task", "toy", "--batch-size", "4", "--max-update", "1"]
+    with pytest.raises(ConfigError) as caught:
+        parse(*words, required=False)
+    assert str(caught.value) == (
+        f"--config {path}{where} write model: {{_name: NAME}} for --arch NAME"
+    )
+    path.write_text("model: {_name: toy}\n")
+    assert parse(*words, required=False).model._name == "toy"
+
+
 def test_a_file_that_describes_another_component_is_refused(tmp_path):
     """Its sizes would silently replace those of the preset that was chosen."""
     path = tmp_path / "a.yaml"

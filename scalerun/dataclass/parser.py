@@ -117,6 +117,8 @@ class _Builder:
         self.files = [(path, read_yaml(path)) for path in map(Path, self._early("--config"))]
 
     def build(self) -> Any:
+        for path, content in self.files:
+            self._refuse_flags_of_slots(path, content)
         for slot in self.slots:
             setattr(self.root, slot.field, self._component(slot))
         if "--help" in self.words or "-h" in self.words:
@@ -173,6 +175,26 @@ class _Builder:
                 f"{slot.flag} is required: {slot.help} (choices: {', '.join(chooser.names())})"
             )
         return chooser.config_for(name)
+
+    def _refuse_flags_of_slots(self, path: Path, content: DictConfig) -> None:
+        """Say how a file chooses a component, where it spells the flag that does: ``arch: NAME``.
+
+        Before any component is looked up, since the file means to name one.
+        """
+        for slot in self.slots:
+            word, section = slot.flag.removeprefix("--"), content.get(slot.field)
+            wrong: list[tuple[str, ...]] = (
+                [(word,)] if word != slot.field and word in content else []
+            )
+            if isinstance(section, str):
+                wrong.append((slot.field,))
+            if isinstance(section, DictConfig) and word in section:
+                wrong.append((slot.field, word))
+            for keys in wrong:
+                raise ConfigError(
+                    f"--config {path}:{line_of(path, keys)} chooses no component by "
+                    f"{'.'.join(keys)}; write {slot.field}: {{_name: NAME}} for {slot.flag} NAME"
+                )
 
     def _groups(self) -> Iterator[tuple[str, ScalerunDataclass]]:
         """Every group with its owner's name, the root's own settings first."""
