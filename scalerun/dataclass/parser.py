@@ -31,6 +31,8 @@ from scalerun.dataclass.yaml_config import (
 )
 
 Cfg = TypeVar("Cfg", bound=ScalerunDataclass)
+OWNERS_NAMED = 5
+"""Components that a message names before it breaks off."""
 BUILT_IN = {
     "--help": "show this help and end",
     "--version": "show the version and end",
@@ -44,6 +46,9 @@ class Chooser(Protocol):
 
     def names(self) -> list[str]:
         """All names, sorted."""
+
+    def kinds(self) -> list[str]:
+        """Names that between them have every setting, sorted: presets share their model's."""
 
     def config_for(self, name: str) -> ScalerunDataclass:
         """A fresh configuration of a name; ConfigError where it is not known."""
@@ -244,14 +249,13 @@ class _Builder:
         chooser = self.choosers[slot.field]
         owners = [
             name
-            for name in chooser.names()
+            for name in chooser.kinds()
             if any(map(wanted, flags_of(chooser.config_for(name), name)))
         ]
         if owners:
             chosen = getattr(self.root, slot.field)._name
-            raise ConfigError(
-                f"{what} belongs to {slot.flag} {' or '.join(owners)}, but {slot.flag} is {chosen}"
-            )
+            some = " or ".join(owners[:OWNERS_NAMED]) + " …" * (len(owners) > OWNERS_NAMED)
+            raise ConfigError(f"{what} belongs to {slot.flag} {some}, but {slot.flag} is {chosen}")
 
     def _special_flags(self) -> dict[str, str]:
         special = dict(BUILT_IN)
