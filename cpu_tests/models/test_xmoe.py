@@ -90,6 +90,19 @@ def test_without_places_for_all_decoding_differs(make_model: MakeModel, tokens: 
     assert (full - steps).abs().max() > 1e-3
 
 
+@torch.no_grad()
+def test_what_evaluation_draws_depends_on_torchs_generator_alone(
+    make_model: MakeModel, tokens: Tensor
+) -> None:
+    model = make_model(**ROOMY, moe_deterministic_eval=False).double().eval()
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(model(tokens).logits)
+    assert torch.equal(found[0], found[1])
+    assert not torch.allclose(found[0], found[2])
+
+
 def test_recomputation_changes_no_gradient(make_model: MakeModel, tokens: Tensor) -> None:
     found = []
     for recompute in (False, True):
