@@ -220,3 +220,12 @@ def test_a_new_run_is_warned_once_of_all_that_differs(
     assert len(caplog.records) == 1
     Architecture(new).adapt(None, Path("run"))
     assert "run has no architecture, so nothing shows" in caplog.text
+
+
+def test_a_new_run_with_another_number_of_heads_is_warned_and_not_refused(
+    make_config: Callable[..., TransformerConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The shapes are the same."""
+    old = Architecture(make_config()).state_dict()
+    Architecture(make_config(decoder_attention_heads=4)).adapt(old, Path("run"))
+    assert "were trained with --decoder-attention-heads 2, now 4" in caplog.text
