@@ -163,6 +163,13 @@ def test_a_record_needs_no_more_and_may_say_more(decoder: Callable[..., Settled]
     settled = decoder(record, complete=True)
     assert settled.config.dropout == 0.1
     assert settled.config.activation_fn == "gelu"
+    # A field that is not set is not said; "" says that there are no segments.
+    assert settled.assumed == {
+        "activation_fn": "gelu",
+        "layernorm_eps": 1e-5,
+        "no_scale_embedding": True,
+    }
+    assert not decoder(DECODER).assumed
 
 
 def test_other_kinds_settle_too(golden_state: StateMaker) -> None:

@@ -82,6 +82,8 @@ class Settled:
     config: SharedConfig
     versions: tuple[str, ...]
     """Of TorchScale, all of which give this model."""
+    assumed: Mapping[str, Any]
+    """Fields that neither the weights nor a record say, with TorchScale's defaults."""
 
 
 def settle(
@@ -122,7 +124,8 @@ def settle(
             )
     versions = _versions(found, config, version, complete=complete)
     translation = kind.translate(config, found.state, version=versions[0])
-    return Settled(translation, config, versions)
+    assumed = {name: getattr(config, name) for name in missing}
+    return Settled(translation, config, versions, assumed)
 
 
 def _facts(found: Recognized) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -179,7 +182,7 @@ def _request(
     left_out = [name for name in missing if name != "dilated_ratio"]  # which has no default
     if left_out:
         sentence += " (where you left them out, TorchScale took "
-        sentence += ", ".join(f"{name}: {_yaml(defaults[name])}" for name in left_out) + ")"
+        sentence += ", ".join(f"{name}: {yaml_word(defaults[name])}" for name in left_out) + ")"
     # Whatever the heads are: the versions do not differ in them.
     heads: dict[str, Any] = {name: 1 for name in missing if name.endswith("_heads")}
     trial = replace(config, **heads)
@@ -263,7 +266,8 @@ def _differ(fitting: Mapping[str, dict[str, Any]]) -> bool:
     return len({str(sorted(each.items())) for each in fitting.values()}) > 1
 
 
-def _yaml(value: Any) -> str:
+def yaml_word(value: Any) -> str:
+    """A field's value as a YAML file has it."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
