@@ -25,7 +25,7 @@ from scalerun.dataclass.yaml_config import read_yaml
 from scalerun.logging.console import setup_logging
 from scalerun.models.torchscale.expert_files import read_checkpoint
 from scalerun.models.torchscale.recognition import Recognized, recognize
-from scalerun.models.torchscale.settling import Settled, settle
+from scalerun.models.torchscale.settling import Settled, settle, yaml_word
 from scalerun.models.torchscale.weight_file import WeightFile
 
 logger = logging.getLogger("scalerun.cli.convert")  # also when run as __main__
@@ -87,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complete=cfg.torchscale_config is None and file.record is not None,
         version=cfg.torchscale_version,
     )
+    report_assumed(settled)
     # Only now, so that --help need not wait for torch's distributed packages.
     from scalerun.cli.converted_run import ConvertedModel, write_run
 
@@ -143,6 +144,15 @@ def report_file(file: WeightFile, found: Recognized) -> None:
             len(found.left_out),
             names,
             " …" if len(found.left_out) > 5 else "",
+        )
+
+
+def report_assumed(settled: Settled) -> None:
+    """Say which settings a record left open."""
+    if settled.assumed:
+        logger.info(
+            "the file's record does not say, so TorchScale's defaults are taken: %s",
+            ", ".join(f"{name}: {yaml_word(value)}" for name, value in settled.assumed.items()),
         )
 
 

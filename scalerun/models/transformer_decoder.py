@@ -124,6 +124,10 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
     def masks_documents(self) -> bool:
         return self.reads_bias
 
+    @property
+    def reads_positions(self) -> bool:
+        return self.embedding.positions is not None
+
     def _context(
         self,
         queries_BT: Tensor,
