@@ -22,21 +22,19 @@ from scalerun.modules.embedding import InputEmbedding
 from scalerun.modules.incremental_state import EncodedSource, IncrementalState
 from scalerun.modules.positions.base_position import positions_after_left_padding
 
-FEW_ROWS = 32
-"""Rows of a decoding step, up to which a CPU multiplies a large matrix faster in pieces."""
-PIECE = 1024
-"""Rows of the matrix in a piece."""
+FEW_ROWS = range(4, 17)
+"""Rows of a decoding step that a CPU multiplies faster with a large matrix in front."""
 
 
 def project_to_vocabulary(x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
     """(B, T, V) = x W^T.
 
-    For few rows the kernels of a CPU spend more on arranging a large matrix than on multiplying it;
-    a piece of it stays in the cache.
+    For few rows the kernels of a CPU spend more on arranging a large matrix than on multiplying it,
+    unless it is the left factor.
     """
-    few = 1 < x_BTD.shape[0] * x_BTD.shape[1] <= FEW_ROWS
+    few = x_BTD.shape[0] * x_BTD.shape[1] in FEW_ROWS
     if few and x_BTD.device.type == "cpu" and not torch.is_grad_enabled():
-        return torch.cat([F.linear(x_BTD, piece) for piece in weight_VD.split(PIECE)], dim=-1)
+        return (weight_VD @ x_BTD.flatten(0, 1).T).T.unflatten(0, x_BTD.shape[:2])
     return F.linear(x_BTD, weight_VD)
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalerun.modules.block_context import BlockContext
+from scalerun.modules.block_context import NOTHING_KNOWN, BlockContext
 from scalerun.modules.drop_path import dropout
 from scalerun.modules.init import Initializer
 from scalerun.modules.multiway import route
@@ -62,14 +62,13 @@ class InputEmbedding(nn.Module):
         return self.place(self.tokens(tokens_BT), positions_BT)
 
     def place(
-        self, vectors_BTD: Tensor, positions_BT: Tensor, *, context: BlockContext | None = None
+        self, vectors_BTD: Tensor, positions_BT: Tensor, *, context: BlockContext = NOTHING_KNOWN
     ) -> Tensor:
         """The first layer's input from token vectors that were made elsewhere.
 
         Args:
             context: says where multiway layers split the sequence.
         """
-        context = context or BlockContext()
         x_BTD = self.scale * vectors_BTD if self.scale != 1.0 else vectors_BTD
         if self.positions is not None:
             x_BTD = x_BTD + route(self.positions, positions_BT, context).to(x_BTD.dtype)
