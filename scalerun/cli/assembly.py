@@ -24,6 +24,7 @@ from scalerun.logging.profiler import UpdateProfiler
 from scalerun.logging.sinks import SinkGroup, build_sinks, check_trackers
 from scalerun.logging.throughput import Throughput, measure_matmul_rate
 from scalerun.models.base_model import BaseModel
+from scalerun.models.memory_config import MemoryConfig
 from scalerun.optim.base_optimizer import build_optimizer
 from scalerun.optim.clip import check_norm_type
 from scalerun.optim.ema import EMA
@@ -54,6 +55,8 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> Tr
         cache_dir=save_dir / "cache",
         quarantine=save_dir / "quarantine.jsonl" if ranks.is_main else Path(os.devnull),
     )
+    if isinstance(cfg.model, MemoryConfig):
+        cfg.model.check_training(on_cpu=device.type == "cpu", compiled=cfg.common.compile)
     valid_subsets = choose_valid_subsets(cfg, task)
     model = task.build_model(
         cfg.model,
