@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import DeviceMesh
 
 from scalerun.modules.dilation import Dilation
 
@@ -99,3 +103,40 @@ def test_only_keys_that_are_not_there_are_hidden() -> None:
     assert bias[0, :, 0].tolist() == [[0, 0, 0], [0, 0, -math.inf]]
     for piece in Dilation((8,), (2,)).segments(x, causal=True):
         assert piece.options(0.0).bias_BHTS is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), min_size=1, max_size=3),
+    st.integers(1, 90),
+    st.integers(1, 5),
+)
+def test_slices_are_the_shortest_that_fit(
+    pairs: list[tuple[int, int]], num_tokens: int, num_ranks: int
+) -> None:
+    dilation = Dilation(tuple(n * r for n, r in pairs), tuple(r for _, r in pairs))
+    found = dilation.slice_length(num_tokens, num_ranks)
+    candidates = range(-(-num_tokens // num_ranks), found + 1)
+    assert [length for length in candidates if dilation.fits(length, num_ranks)] == [found]
+
+
+def test_slices_that_cut_a_segment_or_a_kept_token_do_not_fit() -> None:
+    dilation = Dilation((12,), (2,))
+    assert [length for length in range(1, 13) if dilation.fits(length, 4)] == [2, 4, 6, 12]
+    assert dilation.fits(8, 1)
+    assert not dilation.fits(8, 2)
+
+
+def test_slices_have_neither_padding_nor_zero_keys() -> None:
+    class TwoRanks:
+        def size(self) -> int:
+            return 2
+
+    x, mesh = torch.zeros(1, 6, 2, 1), cast("DeviceMesh", TwoRanks())
+    with pytest.raises(ValueError, match="neither padding nor zero keys"):
+        Dilation((4,), (1,), zero_keys=True).segments(x, causal=False, sequence_mesh=mesh)
+    with pytest.raises(ValueError, match="neither padding nor zero keys"):
+        Dilation((4,), (1,)).segments(
+            x, causal=True, lengths_B=torch.tensor([3]), sequence_mesh=mesh
+        )
+    with pytest.raises(ValueError, match="does not fit slices of 6 tokens"):
+        Dilation((4,), (1,)).segments(x, causal=True, sequence_mesh=mesh)

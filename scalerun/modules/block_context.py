@@ -6,11 +6,15 @@ B batch, T new tokens, S keys (cached and new), M source tokens, H heads, D mode
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from scalerun.modules.incremental_state import LayerState
 from scalerun.modules.positions.base_position import Rotation
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,16 @@ class BlockContext:
     positions_BT: Tensor | None = None
     """(B or 1, T) int64: how many tokens of the sequence, padding not counted, come before each."""
     start: int = 0
-    """Tokens (padding included) already in ``state``."""
+    """Tokens (padding included) already in ``state``, or on earlier ranks of ``sequence_mesh``."""
     state: LayerState | None = None
     """The layer's own decoding state, which differs from layer to layer."""
     source: Source | None = None
     """What cross-attention reads."""
     split: int | None = None
     """Multiway layers: tokens before it go through half A, the others through half B."""
+    sequence_mesh: DeviceMesh | None = None
+    """Axis whose ranks each have an equal slice of every sequence, in their order: the T new tokens
+    are this rank's. Only mixers that share sequences are handed one."""
 
     def for_layer(self, state: LayerState) -> BlockContext:
         """The same for a layer with this decoding state."""

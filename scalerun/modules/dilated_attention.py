@@ -38,6 +38,7 @@ class DilatedAttention(Attention):
     """
 
     reads_bias = False
+    shares_sequences = True
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class DilatedAttention(Attention):
 
     def mix(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, context: BlockContext) -> Tensor:
         padding_BT = context.padding_of_new(q_BHTK.shape[2])
-        if context.start > 0:
+        if context.start > 0 and context.sequence_mesh is None:
             y_BHTK = self.mix_with_cached(q_BHTK, k_BHTK, v_BHTK, context)
         elif padding_BT is None:
             y_BHTK = self.mix_all(q_BHTK, k_BHTK, v_BHTK, context, None)
@@ -96,7 +97,12 @@ class DilatedAttention(Attention):
             q_BTHK,
             k_BTHK,
             v_BTHK,
-            self.dilation.segments(q_BTHK, causal=context.causal, lengths_B=lengths_B),
+            self.dilation.segments(
+                q_BTHK,
+                causal=context.causal,
+                lengths_B=lengths_B,
+                sequence_mesh=context.sequence_mesh,
+            ),
             dropout=self.dropout if self.training else 0.0,
             merge_gradient=self.merge_gradient,
         )
@@ -141,6 +147,9 @@ class DilatedAttention(Attention):
 
     def init_state(self, batch_size: int, max_length: int) -> LayerState:
         return DilatedCache(self.dilation, self.num_heads, max_length)
+
+    def slice_length(self, num_tokens: int, num_ranks: int) -> int:
+        return self.dilation.slice_length(num_tokens, num_ranks)
 
     def mixing_flops_per_token(self, sequence_length: int) -> int:
         return round(12 * self.dim * self.dilation.keys_per_query(sequence_length))

@@ -7,13 +7,20 @@ M = L / R tokens of a segment that one head keeps.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from scalerun.modules.attention_lse import Options
+from scalerun.modules.key_exchange import KeyExchange
+from scalerun.modules.merged_attention import Keys
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 HEAD_OFFSETS = ("block", "mod")
 
@@ -63,8 +70,41 @@ class Dilation:
         """
         return sum(min(length, num_tokens) / ratio**2 for length, ratio in self.branches())
 
+    def fits(self, slice_length: int, num_ranks: int) -> bool:
+        """Whether ranks may each have a slice of so many tokens of a sequence, in their order.
+
+        The segments of a branch have to lie within slices, or be made of whole slices whose first
+        tokens the heads that keep every r-th one count alike.
+        """
+        return all(
+            slice_length % ratio == 0
+            and (
+                slice_length % length == 0
+                or length % slice_length == 0
+                or length >= slice_length * num_ranks
+            )
+            for length, ratio in self.branches()
+        )
+
+    def slice_length(self, num_tokens: int, num_ranks: int) -> int:
+        """The shortest slices that :meth:`fits` and that hold ``num_tokens`` together."""
+        shortest = -(-num_tokens // num_ranks)
+        step, whole = math.lcm(*self.ratios), math.lcm(*self.segment_lengths)
+        first = -(-shortest // step) * step
+        for length in range(first, max(self.segment_lengths) + 1, step):
+            if self.fits(length, num_ranks):
+                return length
+        # Slices that are longer than any segment have to hold whole ones.
+        above = max(shortest, max(self.segment_lengths))
+        return -(-above // whole) * whole
+
     def segments(
-        self, x_BTHK: Tensor, *, causal: bool, lengths_B: Tensor | None = None
+        self,
+        x_BTHK: Tensor,
+        *,
+        causal: bool,
+        lengths_B: Tensor | None = None,
+        sequence_mesh: DeviceMesh | None = None,
     ) -> list[Segments]:
         """The branches, cut for sequences like ``x_BTHK``: at most two pieces for each.
 
@@ -72,7 +112,16 @@ class Dilation:
             causal: a query sees no later token.
             lengths_B: (B,) int64, real tokens of each row, which are its first ones. None if all
                 are real. Results at other tokens mean nothing.
+            sequence_mesh: axis whose ranks each have a slice of every sequence, of a length that
+                :meth:`fits`. All of them have to attend at the same time.
+
+        Raises:
+            ValueError: slices of sequences have padding, zero keys or a length that does not fit.
         """
+        if sequence_mesh is not None and (lengths_B is not None or self.zero_keys):
+            raise ValueError("sequences that ranks share can have neither padding nor zero keys")
+        if sequence_mesh is not None and not self.fits(x_BTHK.shape[1], sequence_mesh.size()):
+            raise ValueError(f"{self} does not fit slices of {x_BTHK.shape[1]} tokens")
         num_tokens, num_heads = x_BTHK.shape[1:3]
         pieces = []
         for length, ratio in self.branches():
@@ -82,6 +131,11 @@ class Dilation:
                 if not causal:
                     end = None if self.zero_keys else num_tokens
                     piece.hide(x_BTHK.shape[0], end=end, lengths_B=lengths_B)
+                if sequence_mesh is not None and length > num_tokens:
+                    shared = -(-length // num_tokens)
+                    piece.exchange = KeyExchange(
+                        sequence_mesh, ranks_per_segment=shared, causal=causal
+                    )
                 pieces.append(piece)
         return pieces
 
@@ -131,6 +185,8 @@ class Segments:
         """(H,) int64, where each head's kept token is among R tokens of H heads."""
         self.causal = causal
         self.bias_bH1M: Tensor | None = None
+        self.exchange: KeyExchange | None = None
+        """Other ranks that have tokens of the same segment."""
 
     def take(self, x_BTHK: Tensor) -> Tensor:
         """The tokens that each head keeps: (B * N, H, M, K)."""
@@ -203,3 +259,17 @@ class Segments:
     def options(self, dropout: float) -> Options:
         """How the kept tokens of a segment attend to each other."""
         return Options(self.bias_bH1M, self.causal, dropout)
+
+    def keys(self, k_BTHK: Tensor, v_BTHK: Tensor, dropout: float) -> list[Keys]:
+        """What the kept tokens of a segment see: each other, and those that other ranks have."""
+        own = Keys(self.take(k_BTHK), self.take(v_BTHK), self.options(dropout))
+        if self.exchange is None:
+            return [own]
+        borrowed = self.exchange.borrow(own.k_bHSK, own.v_bHSK)
+        return [own] if borrowed is None else [own, Keys(*borrowed, Options(dropout=dropout))]
+
+    def own_gradients(self, parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Gradients of the kept keys and values, from those of each set of :meth:`keys`."""
+        if self.exchange is None:
+            return parts[0]
+        return self.exchange.give_back(parts[0], parts[1] if len(parts) > 1 else None)

@@ -1,13 +1,14 @@
 """Attention over several sets of keys, merged into one softmax.
 
-B batch, T tokens, H heads, K width of a head; a branch works on b sequences of t tokens of its own.
+B batch, T tokens, H heads, K width of a head; a branch works on b sequences of t tokens of its own,
+which may attend to S keys.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,11 +23,25 @@ from scalerun.modules.attention_lse import (
 MERGE_GRADIENTS = ("torchscale", "exact")
 
 
+class Keys(NamedTuple):
+    """Keys and values that the queries of a branch see."""
+
+    k_bHSK: Tensor
+    v_bHSK: Tensor
+    options: Options
+
+
 class Branch(Protocol):
     """A choice of tokens for each head, cut into sequences that attend to themselves."""
 
     def take(self, x_BTHK: Tensor) -> Tensor:
         """The chosen rows as (b, H, t, K); rows past the end of the sequence are zeros."""
+
+    def keys(self, k_BTHK: Tensor, v_BTHK: Tensor, dropout: float) -> list[Keys]:
+        """What the chosen queries see, in one set or several: the chosen rows are the first one."""
+
+    def own_gradients(self, parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Gradients of the chosen rows of keys and values, from those of each set."""
 
     def put(self, x_BTHK: Tensor, part_bHtK: Tensor) -> None:
         """Overwrite the chosen rows."""
@@ -36,9 +51,6 @@ class Branch(Protocol):
 
     def whole(self, part_bHtK: Tensor) -> Tensor | None:
         """The rows as (B, T, H, K) if every token of every head is chosen, else None."""
-
-    def options(self, dropout: float) -> Options:
-        """Which keys a query sees."""
 
 
 def merge(
@@ -81,6 +93,19 @@ def accumulate(
     return total_BTHK
 
 
+def attend_to(q_bHtK: Tensor, sets: Sequence[Keys]) -> tuple[Attended, list[tuple[Tensor, ...]]]:
+    """One softmax over several sets of keys, and what each set needs to drop the same again."""
+    parts = [attention_lse(q_bHtK, *keys) for keys in sets]
+    drawn = [part.drawn for part in parts]
+    if len(parts) == 1:
+        return parts[0], drawn
+    lse_bHt = torch.stack([part.lse_BHT for part in parts]).logsumexp(0)
+    out_bHtK = torch.zeros_like(q_bHtK, dtype=lse_bHt.dtype)
+    for part in parts:
+        out_bHtK += part.out_BHTK * (part.lse_BHT - lse_bHt).exp().unsqueeze(-1)
+    return Attended(out_bHtK.to(q_bHtK.dtype), lse_bHt), drawn
+
+
 class MergedAttention(torch.autograd.Function):
     """:func:`merge`, with a gradient by the kernels' own backward passes.
 
@@ -102,12 +127,13 @@ class MergedAttention(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(q_BTHK.dtype, torch.float32)
         q_BTHK, k_BTHK, v_BTHK = (x.contiguous() for x in (q_BTHK, k_BTHK, v_BTHK))
-        parts = []
+        parts, drawn = [], []
         lse_BTH1 = q_BTHK.new_full((*q_BTHK.shape[:3], 1), -math.inf, dtype=wide)
         for branch in branches:
-            q, k, v = (branch.take(x) for x in (q_BTHK, k_BTHK, v_BTHK))
-            part = attention_lse(q, k, v, branch.options(dropout))
+            sets = branch.keys(k_BTHK, v_BTHK, dropout)
+            part, drawn_by_sets = attend_to(branch.take(q_BTHK), sets)
             parts.append(part)
+            drawn.append(drawn_by_sets)
             branch.put(lse_BTH1, torch.logaddexp(branch.take(lse_BTH1), part.lse_BHT.unsqueeze(-1)))
         out_BTHK = None
         for branch, part in zip(branches, parts, strict=True):
@@ -117,10 +143,10 @@ class MergedAttention(torch.autograd.Function):
         assert out_BTHK is not None
         out_BTHK = out_BTHK.to(q_BTHK.dtype)
         ctx.branches, ctx.dropout, ctx.exact = branches, dropout, exact
-        ctx.num_drawn = [len(part.drawn) for part in parts]
+        ctx.num_drawn = [[len(tensors) for tensors in by_sets] for by_sets in drawn]
         outs = [out_BTHK] if exact else [part.out_BHTK for part in parts]
-        drawn = [tensor for part in parts for tensor in part.drawn]
-        ctx.save_for_backward(q_BTHK, k_BTHK, v_BTHK, lse_BTH1, *outs, *drawn)
+        saved = [tensor for by_sets in drawn for tensors in by_sets for tensor in tensors]
+        ctx.save_for_backward(q_BTHK, k_BTHK, v_BTHK, lse_BTH1, *outs, *saved)
         return out_BTHK
 
     @staticmethod
@@ -130,17 +156,21 @@ class MergedAttention(torch.autograd.Function):
         num_outs = 1 if ctx.exact else len(branches)
         outs, drawn = rest[:num_outs], iter(rest[num_outs:])
         grad_BTHK = grad_BTHK.contiguous()
-        inputs = (q_BTHK, k_BTHK, v_BTHK)
         grads: list[Tensor | None] = [None, None, None]
         for i, branch in enumerate(branches):
-            attended = Attended(
-                branch.take(outs[0]) if ctx.exact else outs[i],
-                branch.take(lse_BTH1).squeeze(-1),
-                tuple(next(drawn) for _ in range(ctx.num_drawn[i])),
-            )
-            q, k, v = (branch.take(x) for x in inputs)
-            options = branch.options(ctx.dropout)
-            parts = attention_lse_backward(branch.take(grad_BTHK), q, k, v, attended, options)
-            for j, part in enumerate(parts):
+            q_bHtK, grad_bHtK = branch.take(q_BTHK), branch.take(grad_BTHK)
+            out_bHtK = branch.take(outs[0]) if ctx.exact else outs[i]
+            lse_bHt = branch.take(lse_BTH1).squeeze(-1)
+            q_parts, parts = [], []
+            sets = branch.keys(k_BTHK, v_BTHK, ctx.dropout)
+            for (k, v, options), num_drawn in zip(sets, ctx.num_drawn[i], strict=True):
+                attended = Attended(out_bHtK, lse_bHt, tuple(next(drawn) for _ in range(num_drawn)))
+                q_part, k_part, v_part = attention_lse_backward(
+                    grad_bHtK, q_bHtK, k, v, attended, options
+                )
+                q_parts.append(q_part)
+                parts.append((k_part, v_part))
+            q_part = q_parts[0] if len(q_parts) == 1 else torch.stack(q_parts).sum(0)
+            for j, part in enumerate((q_part, *branch.own_gradients(parts))):
                 grads[j] = accumulate(grads[j], branch, part, like=q_BTHK)
         return (*grads, None, None, None)

@@ -22,12 +22,22 @@ class Mixer(nn.Module, ABC):
     A mixer that has a rule of its own says no, reads ``context.padding_BS`` and spares the model a
     tensor of T * S entries; masks of documents and relative biases are then refused."""
 
+    shares_sequences: bool = False
+    """Whether it reads ``context.sequence_mesh``: ranks may each have a slice of every sequence."""
+
     @abstractmethod
     def forward(self, x_BTD: Tensor, context: BlockContext) -> Tensor: ...
 
     @abstractmethod
     def init_state(self, batch_size: int, max_length: int) -> LayerState:
         """An empty decoding state for sequences of at most ``max_length`` tokens."""
+
+    def slice_length(self, num_tokens: int, num_ranks: int) -> int:
+        """The shortest equal slices, in tokens, by which ranks can share so long a sequence.
+
+        Together they may be longer than it.
+        """
+        return -(-num_tokens // num_ranks)
 
     @abstractmethod
     def num_active_weights(self) -> int:
