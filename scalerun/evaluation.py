@@ -97,6 +97,7 @@ def evaluate(
             ):
                 if should_stop():
                     return None
+                batch = task.own_part(batch, model, ranks)
                 with precision.autocast():
                     output = task.valid_step(batch.to(precision.device), model, criterion)
                 loss_sum += output.loss_sum

@@ -241,6 +241,7 @@ class Trainer:
         """
         self.ranks.note(f"update {self.num_updates + 1}")
         self.model.train()
+        batches = [self.task.own_part(batch, self.model, self.ranks) for batch in batches]
         num_targets, num_samples = self.count_over_data(batches)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.parts.precision.device)
         stats = []
@@ -284,11 +285,11 @@ class Trainer:
         if self.ranks.size > 1:
             device = self.parts.precision.device
             counts = self.ranks.sum_over_data(torch.tensor(counts, device=device)).tolist()
-        return counts[0], counts[1]
+        return counts[0], counts[1] // self.ranks.dims.sequence
 
     def forward_backward(self, batch: Batch, index: int, num_targets: int) -> CriterionOutput:
         """Add one batch's gradients."""
-        place = index * self.ranks.data_size + self.ranks.data_rank
+        place = index * self.ranks.dims.gradient_size + self.ranks.gradient_rank
         seed_forward(self.cfg.common.seed, self.num_updates, place)
         batch = batch.to(self.parts.precision.device)
         with self.parts.precision.autocast():

@@ -9,6 +9,7 @@ from cpu_tests.world import run_world
 
 UPDATES = 5
 ALL = tuple(ARCHITECTURES)
+SEQUENCE = ["--seq-parallel-size", "2"]
 LAYOUTS = {
     "shard 2": (2, 2, [], ALL),
     "copies 2": (2, 2, ["--ddp-backend", "pytorch_ddp"], ALL),
@@ -20,6 +21,9 @@ LAYOUTS = {
         ["--expert-parallel-size", "2", "--ddp-backend", "pytorch_ddp"],
         ("moe",),
     ),
+    "sequence 2": (2, 1, [*SEQUENCE, "--ddp-backend", "pytorch_ddp"], ("longnet",)),
+    "sequence 2 x shard 2": (4, 2, SEQUENCE, ("longnet",)),
+    "sequence 4": (4, 1, ["--seq-parallel-size", "4"], ("longnet",)),
 }
 """Ranks, those of them that read other batches, flags, and for which architectures."""
 
@@ -60,7 +64,7 @@ def test_a_layout_changes_no_number(layout, alone, tmp_path):
         reference = expected[name]
         agree(reference, results[0][name], f"{name} at {layout}")
         read = sorted(i for run in results for i in run[name].sample_ids)
-        assert read == sorted(reference.sample_ids)
+        assert read == sorted(reference.sample_ids * (size // data_size))
 
 
 def agree(expected, found, what):

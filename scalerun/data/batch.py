@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE_INDEX = -100
@@ -45,6 +46,26 @@ class Batch:
             "positions_BT": self.positions,
             "document_ids_BT": self.document_ids,
         }
+
+    def part(self, index: int, length: int) -> Self:
+        """Part ``index`` (from 0) of all sequences, cut every ``length`` tokens.
+
+        What is past the end has no targets. No earlier token may see it.
+        """
+
+        def cut(x: Tensor, filler: int) -> Tensor:
+            part = x[:, index * length : (index + 1) * length]
+            return F.pad(part, (0, length - part.shape[1]), value=filler)
+
+        targets = cut(self.targets, IGNORE_INDEX)
+        return replace(
+            self,
+            tokens=cut(self.tokens, 0),
+            targets=targets,
+            num_targets=int((targets != IGNORE_INDEX).sum()),
+            positions=None if self.positions is None else cut(self.positions, 0),
+            document_ids=None if self.document_ids is None else cut(self.document_ids, -1),
+        )
 
     def to(self, device: torch.device) -> Self:
         """The same batch with its tensors on ``device``."""

@@ -154,9 +154,19 @@ class Ranks:
         return ONE_RANK if self.meshes is None else self.meshes.model
 
     @property
+    def gradient_rank(self) -> int:
+        """Which of the ranks, or groups of them, this is that see other tokens."""
+        return self.rank // self.dims.tensor
+
+    @property
     def data_rank(self) -> int:
         """Which part of each update's batches this rank reads."""
-        return self.rank // self.dims.tensor // self.dims.sequence
+        return self.gradient_rank // self.dims.sequence
+
+    @property
+    def sequence_rank(self) -> int:
+        """Which slice of each sequence this rank has."""
+        return self.gradient_rank % self.dims.sequence
 
     @property
     def data_size(self) -> int:

@@ -16,6 +16,7 @@ from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.flags import check_settings
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
+from scalerun.models.sequence_parallel import check_sequence_parallel
 from scalerun.modules.init import initialize
 from scalerun.modules.moe.experts import Experts
 from scalerun.registry import Registry, unknown_name
@@ -28,6 +29,11 @@ class BaseModel(nn.Module, ABC):
 
     takes_loss: ClassVar[bool] = False
     """Whether ``forward`` takes a ``loss``, a ``FeatureLoss`` of ``base_decoder``."""
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether ranks of a sequence axis may each be handed a slice of every sequence."""
+        return False
 
     @classmethod
     @abstractmethod
@@ -55,6 +61,13 @@ class BaseModel(nn.Module, ABC):
     @abstractmethod
     def shard_units(self) -> list[nn.Module]:
         """Modules that are each compiled, recomputed and sharded as one."""
+
+    def slice_length(self, num_tokens: int) -> int:
+        """Tokens that each rank of the sequence axis is handed of sequences of ``num_tokens``.
+
+        Slices are equally long; the last ones may reach past the end.
+        """
+        return num_tokens
 
     def expert_units(self) -> list[nn.Module]:
         """Modules whose parameters are stacks over experts, which an axis of their own may cut."""
@@ -244,7 +257,8 @@ def build_model(
             shards it has to be.
 
     Raises:
-        ConfigError: a setting is of another type, is no choice, or contradicts another one.
+        ConfigError: a setting is of another type, is no choice, or contradicts another one, or the
+            ranks of the sequence axis cannot share sequences of this model.
     """
     check_settings(cfg)
     model_class = MODEL_REGISTRY.class_for(cfg)
@@ -252,6 +266,8 @@ def build_model(
         model = model_class.build_model(
             cfg, vocab_size=vocab_size, padding_idx=padding_idx, meshes=meshes
         )
+    if meshes.sequence is not None:
+        check_sequence_parallel(model, num_ranks=meshes.sequence.size())
     prepare(model)
     model.to_empty(device=device)
     initialize(model, seed)

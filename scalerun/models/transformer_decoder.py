@@ -95,9 +95,13 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         batch_size, num_tokens = tokens_BT.shape
         state = incremental_state
         if state is None:
-            state = IncrementalState([], batch_size=batch_size, max_length=num_tokens)
+            state = self._without_memory(batch_size, num_tokens)
         elif positions_BT is not None or document_ids_BT is not None:
             raise ValueError("an incremental state excludes positions_BT and document_ids_BT")
+        if self.sequence_mesh is not None and not (
+            incremental_state is None and padding_mask_BT is None
+        ):
+            raise ValueError("sequences that ranks share have no padding mask and no state")
         state.check(batch_size, num_tokens)
         if source is not None:
             state.source = source
@@ -120,6 +124,31 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         x_BTD, reports = self.run_layers(x_BTD, context, state=state)
         state.advance(num_tokens)
         return self._output(x_BTD[:, -1:] if last_token_only else x_BTD, reports, loss)
+
+    def _without_memory(self, batch_size: int, num_tokens: int) -> IncrementalState:
+        """A state that keeps nothing, for sequences of which other ranks may have other slices."""
+        mesh = self.sequence_mesh
+        num_ranks, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
+        state = IncrementalState([], batch_size=batch_size, max_length=num_ranks * num_tokens)
+        state.advance(rank * num_tokens)
+        return state
+
+    @property
+    def shares_sequences(self) -> bool:
+        blocks = self.blocks()
+        shared = (block.mixer.shares_sequences and block.cross_mixer is None for block in blocks)
+        return len(blocks) == len(self.layers) and all(shared)
+
+    def slice_length(self, num_tokens: int) -> int:
+        if self.sequence_mesh is None:
+            return num_tokens
+        num_ranks, length = self.sequence_mesh.size(), 0
+        longer = -(-num_tokens // num_ranks)
+        while longer > length:
+            length = longer
+            total = length * num_ranks
+            longer = max(each.mixer.slice_length(total, num_ranks) for each in self.blocks())
+        return length
 
     @property
     def masks_documents(self) -> bool:
@@ -147,7 +176,11 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
             rotation = self.relative_position.rotation(queries_BT, center=center)
             bias_BHTS = self.relative_position.bias(queries_BT, keys_BS)
         context = BlockContext(
-            rotation=rotation, padding_BS=padding_BS, positions_BT=queries_BT, start=start
+            rotation=rotation,
+            padding_BS=padding_BS,
+            positions_BT=queries_BT,
+            start=start,
+            sequence_mesh=self.sequence_mesh,
         )
         if not self.reads_bias:
             if document_ids_BT is not None:

@@ -31,6 +31,8 @@ class TransformerStack(nn.Module):
         self.relative_position: BasePosition | None = parts.relative_position()
         self.layers = nn.ModuleList(parts.blocks())
         self.final_norm = parts.final_norm()
+        self.sequence_mesh = parts.meshes.sequence
+        """Axis whose ranks each have a slice of every sequence; None where sequences are whole."""
         self.activation_memory = parts.cfg.activation_memory()
         self._max_positions = parts.stack.max_positions
         self.reads_bias = any(block.mixer.reads_bias for block in self.blocks())

@@ -20,6 +20,7 @@ from scalerun.data.tokenizer import BaseTokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
+from scalerun.distributed.ranks import Ranks
 from scalerun.models.base_model import BaseModel, build_model
 from scalerun.registry import Registry
 
@@ -118,6 +119,8 @@ class BaseTask(ABC):
             prepare=prepare,
         )
         self.check_model(model, model_cfg)
+        if meshes.sequence is not None:
+            self.check_slices(model, num_ranks=meshes.sequence.size())
         return model
 
     def check_model(self, model: BaseModel, model_cfg: ScalerunDataclass) -> None:
@@ -132,6 +135,26 @@ class BaseTask(ABC):
                 f"--tokens-per-sample {self.sequence_length} is above the model's {positions} "
                 "positions; lower it or raise --max-target-positions"
             )
+
+    def check_slices(self, model: BaseModel, *, num_ranks: int) -> None:
+        """Refuse sequences that ranks cannot share equally.
+
+        Raises:
+            ConfigError: slices would have to be filled up.
+        """
+        needed = model.slice_length(self.sequence_length) * num_ranks
+        if needed != self.sequence_length:
+            raise ConfigError(
+                f"--seq-parallel-size {num_ranks} cannot cut --tokens-per-sample "
+                f"{self.sequence_length} into equal slices that fit --segment-length and "
+                f"--dilated-ratio; the next number of tokens that it can cut is {needed}"
+            )
+
+    def own_part(self, batch: Batch, model: BaseModel, ranks: Ranks) -> Batch:
+        """The slice of a batch that this rank computes, with the targets in it alone."""
+        if ranks.dims.sequence == 1:
+            return batch
+        return batch.part(ranks.sequence_rank, model.slice_length(batch.tokens.shape[1]))
 
     def train_step(
         self, batch: Batch, model: nn.Module, criterion: BaseCriterion
