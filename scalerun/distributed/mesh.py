@@ -114,7 +114,7 @@ def parallel_dims(cfg: DistributedConfig, world_size: int) -> ParallelDims:
     _divides("--seq-parallel-size", sequence, of, data)
     replicate = cfg.replicate_size
     match cfg.ddp_backend:
-        case "fully_sharded" | "fairscale":
+        case "fully_sharded":
             _divides("--replicate-size", replicate, of, data)
         case "pytorch_ddp":
             replicate = data
