@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,11 @@ from torch.autograd.function import once_differentiable
 from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput, register_criterion
 from scalerun.data.batch import IGNORE_INDEX, Batch
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
+from scalerun.modules.megatron.cross_entropy import vocab_parallel_cross_entropy_sum
+from scalerun.modules.row_blocks import row_blocks
 
-CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**26}
-"""Logits treated at a time: about a CPU's second-level cache; on a GPU, enough to fill it."""
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 
 @dataclass
@@ -29,25 +31,42 @@ class CrossEntropy(BaseCriterion):
     def forward(self, model: nn.Module, batch: Batch) -> CriterionOutput:
         output = model(**batch.net_input())
         # Nobody else holds the logits, so their memory can become that of their gradient.
-        loss_sum = cross_entropy_sum(output.logits, batch.targets, overwrite_logits=True)
+        loss_sum = cross_entropy_sum(
+            output.logits, batch.targets, overwrite_logits=True, vocab_mesh=output.vocab_mesh
+        )
         return self.with_reports(CriterionOutput(loss_sum, batch.num_targets), output.reports)
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor, *, overwrite_logits: bool = False) -> Tensor:
+def cross_entropy_sum(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    overwrite_logits: bool = False,
+    vocab_mesh: DeviceMesh | None = None,
+) -> Tensor:
     """Sum of -log softmax(logits)[target] over the targets that are not ``IGNORE_INDEX``.
 
     The softmax is computed in float32 whatever the type of the logits, a block of rows at a time,
     forward and again backward. Besides the logits and their gradient nothing of their size is held.
 
     Args:
-        logits: (..., V) floating point.
+        logits: (..., V) floating point, or this rank's part of V.
         targets: (...) int64.
         overwrite_logits: let the backward pass write the gradient over the logits, which are often
             the largest tensor of an update. A second backward pass is then an error.
+        vocab_mesh: axis that V is spread over, or None.
 
     Returns:
         A float32 scalar; 0 when there are no targets.
     """
+    if vocab_mesh is not None:
+        return vocab_parallel_cross_entropy_sum(
+            logits,
+            targets,
+            vocab_mesh,
+            ignore_index=IGNORE_INDEX,
+            overwrite_logits=overwrite_logits,
+        )
     rows = logits.reshape(-1, logits.shape[-1])
     result: Tensor = _CrossEntropySum.apply(rows, targets.reshape(-1), overwrite_logits)
     return result
@@ -60,7 +79,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, overwrite_logits: bool) -> Tensor:
         index = targets.clamp(min=0).unsqueeze(1)
         log_probs = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-        for rows in _blocks(logits):
+        for rows in row_blocks(logits):
             log_softmax = torch.log_softmax(logits[rows], dim=-1, dtype=torch.float32)
             log_probs[rows] = log_softmax.gather(1, index[rows]).squeeze(1)
         ctx.save_for_backward(logits, targets)
@@ -74,16 +93,8 @@ class _CrossEntropySum(torch.autograd.Function):
         index = targets.clamp(min=0).unsqueeze(1)
         scale = torch.where(targets == IGNORE_INDEX, 0.0, grad_output).unsqueeze(1)
         grad = logits if ctx.overwrite_logits else torch.empty_like(logits)
-        for rows in _blocks(logits):
+        for rows in row_blocks(logits):
             probs = torch.softmax(logits[rows], dim=-1, dtype=torch.float32)
             probs.scatter_add_(1, index[rows], probs.new_full((1, 1), -1.0).expand_as(index[rows]))
             torch.mul(probs, scale[rows], out=grad[rows])
         return grad, None, None
-
-
-def _blocks(logits: Tensor) -> list[slice]:
-    """Slices of rows, of about ``CHUNK_ELEMENTS`` logits each."""
-    num_rows, num_columns = logits.shape
-    elements = CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS["cuda"])
-    step = max(1, elements // num_columns)
-    return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]

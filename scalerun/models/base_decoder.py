@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from scalerun.models.base_model import BaseModel
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.incremental_state import IncrementalState
+from scalerun.modules.megatron.mappings import gather_from
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 
 class DecoderOutput(NamedTuple):
     """What a decoder returns."""
 
     logits: Tensor
-    """(B, T, V), or (B, 1, V) when only the last token's were asked for."""
+    """(B, T, V), or (B, 1, V) when only the last token's were asked for; this rank's part of V
+    where :attr:`vocab_mesh` is not None."""
     reports: tuple[Auxiliary, ...] = ()
     """One for each layer that has an auxiliary loss."""
+    vocab_mesh: DeviceMesh | None = None
+    """Axis that the vocabulary is spread over; None if each rank has all of it."""
+
+    def whole_logits(self) -> Tensor:
+        """The logits of the whole vocabulary; all ranks of the axis have to call it."""
+        return gather_from(self.logits, self.vocab_mesh)
 
 
 class BaseDecoder(BaseModel):

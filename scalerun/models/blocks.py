@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import nn
@@ -20,8 +21,9 @@ from scalerun.modules.block import TransformerBlock
 from scalerun.modules.dilated_attention import DilatedAttention
 from scalerun.modules.drop_path import drop_path_rate_of_layer
 from scalerun.modules.embedding import InputEmbedding, TokenEmbedding
-from scalerun.modules.feed_forward import GLU, Activation, FeedForward, PerToken
+from scalerun.modules.feed_forward import GLU, Activation, FeedForward
 from scalerun.modules.linear import Linear
+from scalerun.modules.megatron.layers import ColumnParallelLinear, VocabParallelEmbedding
 from scalerun.modules.mixer import Mixer
 from scalerun.modules.moe.experts import Experts, StackedNorm
 from scalerun.modules.moe.gates import GATES
@@ -29,6 +31,7 @@ from scalerun.modules.moe.moe_layer import MoELayer
 from scalerun.modules.moe.router import Router
 from scalerun.modules.multiway import Multiway, MultiwayPerToken, MultiwayPositions
 from scalerun.modules.norm import LayerNorm, RMSNorm
+from scalerun.modules.per_token import PerToken
 from scalerun.modules.positions.base_position import AbsolutePosition, BasePosition
 from scalerun.modules.positions.learned import LearnedPositions
 from scalerun.modules.positions.relative_bias import RelativeBias
@@ -36,6 +39,9 @@ from scalerun.modules.positions.rotary import Rotary
 from scalerun.modules.positions.sinusoidal import SinusoidalPositions
 from scalerun.modules.positions.xpos import XPos
 from scalerun.modules.residual import DeepNorm, PostNorm, PreNorm, Residual
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 ACTIVATIONS: dict[str, Activation] = {"relu": F.relu, "gelu": F.gelu, "swish": F.silu}
 
@@ -84,20 +90,20 @@ class StackParts(ABC):
                 )
         raise AssertionError(self.axes.init)
 
-    def one_norm(self, dim: int) -> nn.Module:
-        """A norm over ``dim`` features."""
+    def one_norm(self, dim: int, tp_mesh: DeviceMesh | None = None) -> nn.Module:
+        """A norm over ``dim`` features, which an axis may share."""
         match self.axes.norm:
             case "layer_norm":
-                return LayerNorm(dim, self.cfg.layernorm_eps)
+                return LayerNorm(dim, self.cfg.layernorm_eps, tp_mesh)
             case "rms_norm":
-                return RMSNorm(dim, self.cfg.layernorm_eps)
+                return RMSNorm(dim, self.cfg.layernorm_eps, tp_mesh)
         raise AssertionError(self.axes.norm)
 
-    def norm(self, dim: int) -> nn.Module:
-        """A norm over ``dim`` features, or one for each half of a multiway stack."""
+    def norm(self, dim: int, tp_mesh: DeviceMesh | None = None) -> nn.Module:
+        """The same, or one for each half of a multiway stack."""
         if self.stack.multiway:
-            return Multiway(self.one_norm(dim), self.one_norm(dim))
-        return self.one_norm(dim)
+            return Multiway(self.one_norm(dim, tp_mesh), self.one_norm(dim, tp_mesh))
+        return self.one_norm(dim, tp_mesh)
 
     @abstractmethod
     def mixer(self, layer: int) -> Mixer:
@@ -123,6 +129,7 @@ class StackParts(ABC):
 
     def dense_ffn(self) -> PerToken:
         """A feed-forward layer that all tokens go through."""
+        tp = self.meshes.tensor
         kinds: dict[str, type[FeedForward] | type[GLU]] = {"ffn": FeedForward, "glu": GLU}
         return kinds[self.axes.ffn](
             self.stack.dim,
@@ -130,7 +137,8 @@ class StackParts(ABC):
             init=self.weights.ffn,
             activation=ACTIVATIONS[self.cfg.activation_fn],
             activation_dropout=self.cfg.activation_dropout,
-            inner_norm=self.one_norm(self.stack.ffn_dim) if self.axes.inner_norm else None,
+            inner_norm=self.one_norm(self.stack.ffn_dim, tp) if self.axes.inner_norm else None,
+            tp_mesh=tp,
         )
 
     def moe_layer(self) -> MoELayer:
@@ -216,11 +224,12 @@ class StackParts(ABC):
 
     def token_embedding(self) -> TokenEmbedding:
         """The table of token vectors."""
-        return TokenEmbedding(
+        return VocabParallelEmbedding(
             self.vocab_size,
             self.stack.dim,
             padding_idx=self.padding_idx,
             init=self.weights.embedding,
+            tp_mesh=self.meshes.tensor,
         )
 
     def embedding(self, tokens: TokenEmbedding | None = None) -> InputEmbedding:
@@ -246,7 +255,14 @@ class StackParts(ABC):
         """From features to logits; None to use the token embedding."""
         if self.stack.tied_output:
             return None
-        return Linear(self.stack.dim, self.vocab_size, init=self.weights.output, bias=False)
+        return ColumnParallelLinear(
+            self.stack.dim,
+            self.vocab_size,
+            init=self.weights.output,
+            bias=False,
+            tp_mesh=self.meshes.tensor,
+            copy_input=False,
+        )
 
 
 class TransformerParts(StackParts):
@@ -266,8 +282,9 @@ class TransformerParts(StackParts):
                     self.stack.num_heads,
                     init=self.weights.attention,
                     dropout=self.cfg.attention_dropout,
-                    inner_norm=self.norm(self.stack.dim) if self.axes.inner_norm else None,
+                    inner_norm=self.inner_norm(),
                     multiway=self.stack.multiway,
+                    tp_mesh=self.meshes.tensor,
                 )
             case "dilated_attention":
                 return DilatedAttention(
@@ -275,12 +292,16 @@ class TransformerParts(StackParts):
                     self.stack.num_heads,
                     init=self.weights.attention,
                     dilation=self.cfg.dilation(zero_keys=self.stack.zero_keys),
-                    merge_gradient=self.cfg.dilated_merge_gradient,
                     dropout=self.cfg.attention_dropout,
-                    inner_norm=self.norm(self.stack.dim) if self.axes.inner_norm else None,
+                    inner_norm=self.inner_norm(),
                     multiway=self.stack.multiway,
+                    tp_mesh=self.meshes.tensor,
                 )
         raise AssertionError(self.axes.mixer)
+
+    def inner_norm(self) -> nn.Module | None:
+        """The norm inside of attention."""
+        return self.norm(self.stack.dim, self.meshes.tensor) if self.axes.inner_norm else None
 
     def cross_mixer(self, layer: int) -> Mixer | None:
         """The part of a layer (from 0) that reads an encoder's output; None without one.
@@ -295,6 +316,7 @@ class TransformerParts(StackParts):
             self.stack.num_heads,
             init=self.init_scheme(gain).attention,
             dropout=self.cfg.attention_dropout,
+            tp_mesh=self.meshes.tensor,
         )
 
     def relative_position(self) -> BasePosition | None:
@@ -317,6 +339,7 @@ class TransformerParts(StackParts):
             self.cfg.max_rel_pos,
             num_heads=self.stack.num_heads,
             init=self.weights.relative_bias,
+            tp_mesh=self.meshes.tensor,
         )
 
     def cross_position(self) -> RelativeBias | None:

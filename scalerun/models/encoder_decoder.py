@@ -87,7 +87,7 @@ class EncoderDecoder(BaseModel):
         """
         encoded = self.encode(source_BM, padding_mask_BM=source_padding_mask_BM)
         output = self.decoder(tokens_BT, padding_mask_BT=padding_mask_BT, source=encoded.source)
-        return DecoderOutput(output.logits, encoded.reports + output.reports)
+        return output._replace(reports=encoded.reports + output.reports)
 
     def encode(self, source_BM: Tensor, *, padding_mask_BM: Tensor | None = None) -> Encoded:
         """The encoder's part of :meth:`forward`; its source goes to the decoder, once."""

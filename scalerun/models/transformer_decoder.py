@@ -6,13 +6,13 @@ B batch, T new tokens, S keys (cached and new), M source tokens, D model width, 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
+from scalerun.distributed.mesh import ONE_RANK, ModelMeshes, local_part
 from scalerun.models.base_decoder import BaseDecoder, DecoderOutput
 from scalerun.models.blocks import StackParts, TransformerParts
 from scalerun.models.transformer_stack import TransformerStack, computing_dtype
@@ -20,7 +20,12 @@ from scalerun.modules.attention_mask import fold_into_bias, visible_keys
 from scalerun.modules.block_context import BlockContext, Source
 from scalerun.modules.embedding import InputEmbedding
 from scalerun.modules.incremental_state import EncodedSource, IncrementalState
+from scalerun.modules.megatron.mappings import enter, gather_from_sequence
+from scalerun.modules.norm import normed
 from scalerun.modules.positions.base_position import positions_after_left_padding
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 FEW_ROWS = 32
 """Rows of a decoding step, up to which a CPU multiplies a large matrix faster in pieces."""
@@ -103,7 +108,11 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         queries_BT, keys_BS, padding_BS = state.place(
             padding_mask_BT, num_tokens=num_tokens, device=tokens_BT.device
         )
-        x_BTD = self.embedding(tokens_BT, queries_BT if positions_BT is None else positions_BT)
+        whole = incremental_state is not None or last_token_only
+        time_mesh = None if whole else self.time_mesh(num_tokens)
+        x_BTD = self.embedding(
+            tokens_BT, queries_BT if positions_BT is None else positions_BT, time_mesh=time_mesh
+        )
         context = self._context(
             queries_BT,
             keys_BS,
@@ -112,13 +121,14 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
             center=(state.max_length + 1) // 2,
             dtype=computing_dtype(x_BTD),
         )
+        context = replace(context, time_mesh=time_mesh)
         if state.source is not None:
             read = self._source(state.source, queries_BT, dtype=computing_dtype(x_BTD))
             context = replace(context, source=read)
         x_BTD, reports = self.run_layers(x_BTD, context, state=state)
         state.advance(num_tokens)
-        logits = self.logits(x_BTD[:, -1:] if last_token_only else x_BTD)
-        return DecoderOutput(logits, tuple(reports))
+        logits = self.logits(x_BTD[:, -1:] if last_token_only else x_BTD, time_mesh)
+        return DecoderOutput(logits, tuple(reports), vocab_mesh=self.vocab_mesh)
 
     @property
     def masks_documents(self) -> bool:
@@ -179,13 +189,27 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         bias_BHTM, empty_rows = fold_into_bias(seen_B1TM, bias_BHTM, dtype=dtype)
         return Source(source.features_BMD, bias_BHTM, empty_rows)
 
-    def logits(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, V) from what the last block returns."""
+    def logits(self, x_BTD: Tensor, time_mesh: DeviceMesh | None = None) -> Tensor:
+        """(B, T, V) from what the last block returns, or this rank's part of the vocabulary."""
+        return project_to_vocabulary(self.features(x_BTD, time_mesh), self.vocabulary_weight())
+
+    def features(self, x_BTD: Tensor, time_mesh: DeviceMesh | None = None) -> Tensor:
+        """What is projected to the vocabulary, of all tokens, from what the last block returns.
+
+        Args:
+            time_mesh: axis that the tokens of the last block are spread over.
+        """
         if self.final_norm is not None:
-            x_BTD = self.final_norm(x_BTD)
-        if self.output_projection is not None:
-            return project_to_vocabulary(x_BTD, self.output_projection.weight)
-        return project_to_vocabulary(x_BTD, self.embedding.tokens.weight)
+            x_BTD = normed(self.final_norm, x_BTD, BlockContext(time_mesh=time_mesh))
+        if self.vocab_mesh is None:
+            return gather_from_sequence(x_BTD, time_mesh, partial_gradient=False)
+        return enter(x_BTD, self.vocab_mesh, time_mesh)
+
+    def vocabulary_weight(self) -> Tensor:
+        """(V, D), the weight of the output projection, or this rank's rows of it."""
+        projection = self.output_projection
+        layer = self.embedding.tokens if projection is None else projection
+        return local_part(layer.weight)
 
     def init_incremental_state(self, batch_size: int, max_length: int) -> IncrementalState:
         layers = [block.init_state(batch_size, max_length) for block in self.blocks()]

@@ -5,8 +5,13 @@ B batch, T new tokens, S keys (cached and new), D model width, H heads, K = D / 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,9 +19,15 @@ from scalerun.modules import flash_attn
 from scalerun.modules.block_context import BlockContext
 from scalerun.modules.incremental_state import KVCache, LayerState, SourceCache
 from scalerun.modules.init import LinearInit
-from scalerun.modules.linear import Linear
+from scalerun.modules.megatron.heads import own_heads
+from scalerun.modules.megatron.layers import ColumnParallelLinear, RowParallelLinear
+from scalerun.modules.megatron.mappings import copy_to, enter
+from scalerun.modules.megatron.random import rank_stream
 from scalerun.modules.mixer import Mixer
 from scalerun.modules.multiway import Multiway, route
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,8 @@ class Attention(Mixer):
         inner_norm: norm over the joined heads, before the output projection (SubLN; Wang et al.
             2022, arXiv:2210.06423).
         multiway: give each projection a half of its own for either kind of token.
+        tp_mesh: axis that the heads are spread over, and the inner norm with them; or None. What is
+            below called H and D is then this rank's share.
     """
 
     def __init__(
@@ -76,24 +89,30 @@ class Attention(Mixer):
         dropout: float = 0.0,
         inner_norm: nn.Module | None = None,
         multiway: bool = False,
+        tp_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"width {dim} is not a multiple of {num_heads} heads")
         self.dim = dim
         self.num_heads = num_heads
+        self.heads_here = own_heads(num_heads, tp_mesh)
         self.dropout = dropout
-        self.q_proj = _projection(dim, init.q, multiway=multiway)
-        self.k_proj = _projection(dim, init.k, multiway=multiway)
-        self.v_proj = _projection(dim, init.v, multiway=multiway)
+        self.tp_mesh = tp_mesh
+        columns = partial(ColumnParallelLinear, dim, dim, tp_mesh=tp_mesh, copy_input=False)
+        self.q_proj = _projection(columns, init.q, multiway=multiway)
+        self.k_proj = _projection(columns, init.k, multiway=multiway)
+        self.v_proj = _projection(columns, init.v, multiway=multiway)
         self.inner_norm = inner_norm
-        self.out_proj = _projection(dim, init.out, multiway=multiway)
+        rows = partial(RowParallelLinear, dim, dim, tp_mesh=tp_mesh)
+        self.out_proj = _projection(rows, init.out, multiway=multiway)
 
     def forward(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
         q_BHTK, k_BHSK, v_BHSK = self.project(x_BTD, context)
         if context.rotation is not None:
             q_BHTK, k_BHSK = context.rotation(q_BHTK, k_BHSK)
-        y_BHTK = self.mix(q_BHTK, k_BHSK, v_BHSK, context)
+        with self.random_numbers(x_BTD.device):
+            y_BHTK = self.mix(q_BHTK, k_BHSK, v_BHSK, context)
         return self.join(y_BHTK, context)
 
     def project(self, x_BTD: Tensor, context: BlockContext) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,13 +120,15 @@ class Attention(Mixer):
         # One product with the joined weights was never faster in training: its gradient has to be
         # copied together.
         layers = (self.q_proj, self.k_proj, self.v_proj)
+        x_BTD = enter(x_BTD, self.tp_mesh, context.time_mesh)
         q, k, v = (self.heads(route(layer, x_BTD, context)) for layer in layers)
         return q, k, v
 
     def heads(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) as (B, H, T, K)."""
         batch, num_tokens, dim = x_BTD.shape
-        split = (batch, num_tokens, self.num_heads, dim // self.num_heads)
+        num_heads = self.heads_here.count
+        split = (batch, num_tokens, num_heads, dim // num_heads)
         return x_BTD.view(split).transpose(1, 2)
 
     def mix(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, context: BlockContext) -> Tensor:
@@ -132,7 +153,14 @@ class Attention(Mixer):
         y_BTD = y_BHTK.transpose(1, 2).flatten(2)
         if self.inner_norm is not None:
             y_BTD = route(self.inner_norm, y_BTD, context)
+        if context.time_mesh is not None:
+            return self.out_proj(y_BTD, context.time_mesh)
         return route(self.out_proj, y_BTD, context)
+
+    def random_numbers(self, device: torch.device) -> AbstractContextManager[None]:
+        """Where softmax weights are dropped: the heads of each rank draw by themselves."""
+        drops = self.training and self.dropout > 0.0
+        return rank_stream(self.tp_mesh if drops else None, device)
 
     def init_state(self, batch_size: int, max_length: int) -> LayerState:
         return KVCache(max_length)
@@ -155,13 +183,15 @@ class CrossAttention(Attention):
         if source is None:
             raise ValueError("cross-attention has no source; hand the encoder's output in")
         k_BHMK, v_BHMK = self.project_source(source.features_BMD, context)
-        y_BHTK = attend(
-            self.heads(self.q_proj(x_BTD)),
-            k_BHMK,
-            v_BHMK,
-            bias_BHTS=source.bias_BHTM,
-            dropout=self.dropout if self.training else 0.0,
-        )
+        x_BTD = enter(x_BTD, self.tp_mesh, context.time_mesh)
+        with self.random_numbers(x_BTD.device):
+            y_BHTK = attend(
+                self.heads(self.q_proj(x_BTD)),
+                k_BHMK,
+                v_BHMK,
+                bias_BHTS=source.bias_BHTM,
+                dropout=self.dropout if self.training else 0.0,
+            )
         if source.empty_rows_B1T1 is not None:
             y_BHTK = y_BHTK.masked_fill(source.empty_rows_B1T1, 0.0)
         return self.join(y_BHTK, context)
@@ -172,6 +202,7 @@ class CrossAttention(Attention):
         if isinstance(cache, SourceCache) and cache.keys_BHMK is not None:
             assert cache.values_BHMK is not None
             return cache.keys_BHMK, cache.values_BHMK
+        features_BMD = copy_to(features_BMD, self.tp_mesh)
         k, v = (self.heads(layer(features_BMD)) for layer in (self.k_proj, self.v_proj))
         if isinstance(cache, SourceCache):
             cache.keys_BHMK, cache.values_BHMK = k, v
@@ -181,8 +212,6 @@ class CrossAttention(Attention):
         return SourceCache()
 
 
-def _projection(dim: int, init: LinearInit, *, multiway: bool) -> nn.Module:
+def _projection(make: Callable[..., nn.Module], init: LinearInit, *, multiway: bool) -> nn.Module:
     """A layer D -> D with bias, or a pair of them."""
-    if multiway:
-        return Multiway(Linear(dim, dim, init=init), Linear(dim, dim, init=init))
-    return Linear(dim, dim, init=init)
+    return Multiway(make(init=init), make(init=init)) if multiway else make(init=init)

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from scalerun.modules.incremental_state import LayerState
 from scalerun.modules.positions.base_position import Rotation
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,9 @@ class BlockContext:
     """What cross-attention reads."""
     split: int | None = None
     """Multiway layers: tokens before it go through half A, the others through half B."""
+    time_mesh: DeviceMesh | None = None
+    """Axis that the tokens of the residual stream are spread over, in equal parts in their order;
+    None where each rank has all of them. All other fields speak of all tokens."""
 
     def for_layer(self, state: LayerState) -> BlockContext:
         """The same for a layer with this decoding state."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.block_context import BlockContext
-from scalerun.modules.feed_forward import PerToken
+from scalerun.modules.per_token import PerToken
 from scalerun.modules.positions.base_position import AbsolutePosition
 
 
@@ -80,6 +80,7 @@ class MultiwayPerToken(PerToken):
         super().__init__()
         self.A = a
         self.B = b
+        self.tp_mesh = a.tp_mesh
 
     def forward(self, x_BTD: Tensor, context: BlockContext) -> tuple[Tensor, Auxiliary | None]:
         split, num_tokens = context.split, x_BTD.shape[1]
