@@ -72,7 +72,6 @@ CASES = {
         **RECOMPUTE,
         segment_length=[4, 8],
         dilated_ratio=[1, 2],
-        dilated_head_offset="mod",
         dilated_merge_gradient="exact",
     ),
     "RetNet": RetNetConfig(**RETNET, **RECOMPUTE),
