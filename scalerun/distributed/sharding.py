@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 def empty_parameter(
@@ -43,6 +44,14 @@ def empty_parameter(
             stride=whole.stride(),
         )
     )
+
+
+def part_of(parameter: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """This rank's part of what :func:`empty_parameter` made for the same mesh, with its gradient.
+
+    The mesh says what the parameter is, which a compiler cannot find out for itself.
+    """
+    return parameter if mesh is None else cast("DTensor", parameter).to_local()
 
 
 @torch.no_grad()

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scalerun.distributed.mesh import ONE_RANK, ModelMeshes, local_part
+from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
+from scalerun.distributed.sharding import part_of
 from scalerun.models.base_decoder import BaseDecoder, DecoderOutput
 from scalerun.models.blocks import StackParts, TransformerParts
 from scalerun.models.transformer_stack import TransformerStack, computing_dtype
@@ -209,7 +210,7 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         """(V, D), the weight of the output projection, or this rank's rows of it."""
         projection = self.output_projection
         layer = self.embedding.tokens if projection is None else projection
-        return local_part(layer.weight)
+        return part_of(layer.weight, layer.tp_mesh)
 
     def init_incremental_state(self, batch_size: int, max_length: int) -> IncrementalState:
         layers = [block.init_state(batch_size, max_length) for block in self.blocks()]

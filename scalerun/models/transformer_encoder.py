@@ -14,7 +14,8 @@ from torch import Tensor
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
-from scalerun.distributed.mesh import ONE_RANK, ModelMeshes, local_part
+from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
+from scalerun.distributed.sharding import part_of
 from scalerun.models.attention_config import AttentionConfig
 from scalerun.models.base_model import BaseModel, register_model
 from scalerun.models.blocks import TransformerParts
@@ -267,7 +268,7 @@ class TransformerEncoder(TransformerStack, BaseModel):
         x_BTD = copy_to(x_BTD, self.vocab_mesh)
         if self.output_projection is not None:
             return self.output_projection(x_BTD)
-        return F.linear(x_BTD, local_part(self.embedding.tokens.weight))
+        return F.linear(x_BTD, part_of(self.embedding.tokens.weight, self.vocab_mesh))
 
     def training_flops_per_token(self, sequence_length: int) -> int:
         output = self.embedding.tokens.weight.numel() if self.has_output else 0

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
-from scalerun.distributed.mesh import ONE_RANK, ModelMeshes, local_part
-from scalerun.distributed.sharding import empty_parameter
+from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
+from scalerun.distributed.sharding import empty_parameter, part_of
 from scalerun.models.base_model import register_model, register_model_architecture
 from scalerun.models.blocks import ACTIVATIONS, TransformerParts
 from scalerun.models.transformer_encoder import TransformerEncoder, TransformerEncoderConfig
@@ -82,8 +82,9 @@ class MaskedLMHead(nn.Module):
     def forward(self, x: Tensor, embedding_VD: Tensor) -> Tensor:
         """(..., V) from (..., D), or this rank's part of V."""
         x = self.norm(self.activation(self.dense(x)))
-        x, bias = copy_to(x, self.tp_mesh), local_part(self.bias)
-        return F.linear(x, local_part(embedding_VD), bias.to(x.dtype))
+        x = copy_to(x, self.tp_mesh)
+        weight_VD, bias_V = (part_of(p, self.tp_mesh) for p in (embedding_VD, self.bias))
+        return F.linear(x, weight_VD, bias_V.to(x.dtype))
 
 
 @register_model(MODEL, TransformerMLMConfig)

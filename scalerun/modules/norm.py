@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalerun.distributed.mesh import local_part
-from scalerun.distributed.sharding import empty_parameter
+from scalerun.distributed.sharding import empty_parameter, part_of
 from scalerun.modules.block_context import BlockContext
 from scalerun.modules.init import Initializer, ones, zeros
 from scalerun.modules.megatron.mappings import copy_to
@@ -51,7 +50,8 @@ class LayerNorm(nn.Module):
         """
         if self.tp_mesh is not None:
             normed = normalize_spread(x, self.tp_mesh, eps=self.eps, center=True)
-            y = torch.addcmul(local_part(self.bias), normed, local_part(self.weight))
+            weight, bias = (part_of(p, self.tp_mesh) for p in (self.weight, self.bias))
+            y = torch.addcmul(bias, normed, weight)
             return y.to(torch.promote_types(x.dtype, self.weight.dtype))
         if time_mesh is None:
             return F.layer_norm(x, (self.dim,), self.weight, self.bias, self.eps)
@@ -81,7 +81,7 @@ class RMSNorm(nn.Module):
         """As in :class:`LayerNorm`."""
         if self.tp_mesh is not None:
             normed = normalize_spread(x, self.tp_mesh, eps=self.eps, center=False)
-            return normed.to(x.dtype) * local_part(self.weight)
+            return normed.to(x.dtype) * part_of(self.weight, self.tp_mesh)
         wide = x if x.dtype == torch.float64 else x.float()
         normed = F.rms_norm(wide, (self.dim,), None, self.eps).to(x.dtype)
         return normed * copy_to(self.weight, time_mesh)

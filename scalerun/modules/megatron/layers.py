@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor
 
-from scalerun.distributed.mesh import local_part
-from scalerun.distributed.sharding import empty_parameter
+from scalerun.distributed.sharding import empty_parameter, part_of
 from scalerun.modules.embedding import TokenEmbedding
 from scalerun.modules.init import Initializer, LinearInit
 from scalerun.modules.linear import Linear
@@ -64,8 +63,8 @@ class ColumnParallelLinear(Linear):
             return F.linear(x, self.weight, self.bias)
         if self.copy_input:
             x = copy_to(x, self.tp_mesh)
-        bias = None if self.bias is None else local_part(self.bias)
-        y = F.linear(x, local_part(self.weight), bias)
+        bias = None if self.bias is None else part_of(self.bias, self.tp_mesh)
+        y = F.linear(x, part_of(self.weight, self.tp_mesh), bias)
         return gather_from(y, self.tp_mesh) if self.gather_output else y
 
 
@@ -110,10 +109,11 @@ class RowParallelLinear(Linear):
             return F.linear(x, self.weight, self.bias)
         if not self.input_is_parallel:
             x = scatter_to(x, self.tp_mesh)
-        y = leave(F.linear(x, local_part(self.weight)), self.tp_mesh, time_mesh)
+        y = F.linear(x, part_of(self.weight, self.tp_mesh))
+        y = leave(y, self.tp_mesh, time_mesh)
         if self.bias is None:
             return y
-        return y + copy_to(local_part(self.bias), time_mesh).to(y.dtype)
+        return y + copy_to(self.bias, time_mesh).to(y.dtype)
 
 
 class VocabParallelEmbedding(TokenEmbedding):
@@ -144,7 +144,7 @@ class VocabParallelEmbedding(TokenEmbedding):
     def forward(self, tokens_BT: Tensor, time_mesh: DeviceMesh | None = None) -> Tensor:
         if self.tp_mesh is None:
             return super().forward(tokens_BT, time_mesh)
-        weight = local_part(self.weight)
+        weight = part_of(self.weight, self.tp_mesh)
         rows = weight.shape[0]
         first = self.tp_mesh.get_local_rank() * rows
         own_BT = tokens_BT - first

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scalerun.distributed.mesh import local_part
-from scalerun.distributed.sharding import empty_parameter
+from scalerun.distributed.sharding import empty_parameter, part_of
 from scalerun.modules.init import Initializer
 from scalerun.modules.positions.base_position import BasePosition
 
@@ -78,4 +77,5 @@ class RelativeBias(BasePosition):
             max_distance=self.max_distance,
             bidirectional=self.bidirectional,
         )
-        return F.embedding(buckets_BTS, local_part(self.weight)).permute(0, 3, 1, 2)
+        weight = part_of(self.weight, self.tp_mesh)
+        return F.embedding(buckets_BTS, weight).permute(0, 3, 1, 2)
