@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import scalerun.criterions.cross_entropy as module
+import scalerun.criterions.row_blocks as module
 from scalerun.criterions.base_criterion import build_criterion
 from scalerun.criterions.cross_entropy import CrossEntropyConfig, cross_entropy_sum
 from scalerun.data.batch import IGNORE_INDEX, Batch
@@ -43,7 +43,7 @@ def in_float64(logits, targets):
 
 @pytest.fixture(params=[1, 40, 2**18], ids=["row", "few_rows", "whole"])
 def chunk(request, monkeypatch):
-    monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", request.param)
+    monkeypatch.setitem(module.BLOCK_ELEMENTS, "cpu", request.param)
 
 
 def test_it_is_the_formula_in_float64(logits_and_targets, chunk):

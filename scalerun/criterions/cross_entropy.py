@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,16 +11,29 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput, register_criterion
+from scalerun.criterions.linear_cross_entropy import linear_cross_entropy_sum
+from scalerun.criterions.row_blocks import row_blocks
 from scalerun.data.batch import IGNORE_INDEX, Batch
-from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
-
-CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**26}
-"""Logits treated at a time: about a CPU's second-level cache; on a GPU, enough to fill it."""
+from scalerun.dataclass.errors import ConfigError
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
+from scalerun.models.base_model import BaseModel
 
 
 @dataclass
 class CrossEntropyConfig(ScalerunDataclass):
-    """Settings of ``--criterion cross_entropy``: none."""
+    """Settings of ``--criterion cross_entropy``."""
+
+    cross_entropy_chunk_tokens: int = option(
+        0, "tokens whose logits exist at a time; 0: those of the whole batch"
+    )
+
+    def validate(self) -> None:
+        super().validate()
+        if self.cross_entropy_chunk_tokens < 0:
+            raise ConfigError(
+                f"--cross-entropy-chunk-tokens is {self.cross_entropy_chunk_tokens}; give a number "
+                "of tokens, or 0 for all of a batch"
+            )
 
 
 @register_criterion("cross_entropy", CrossEntropyConfig)
@@ -27,10 +41,27 @@ class CrossEntropy(BaseCriterion):
     """Negative log-likelihood of the targets in nats, summed, computed in float32."""
 
     def forward(self, model: nn.Module, batch: Batch) -> CriterionOutput:
-        output = model(**batch.net_input())
-        # Nobody else holds the logits, so their memory can become that of their gradient.
-        loss_sum = cross_entropy_sum(output.logits, batch.targets, overwrite_logits=True)
+        assert isinstance(self.cfg, CrossEntropyConfig)
+        chunk = self.cfg.cross_entropy_chunk_tokens
+        if chunk > 0:
+            loss = partial(linear_cross_entropy_sum, targets=batch.targets, chunk_tokens=chunk)
+            output = model(**batch.net_input(), loss=loss)
+            loss_sum = output.loss
+        else:
+            output = model(**batch.net_input())
+            # Nobody else holds the logits, so their memory can become that of their gradient.
+            loss_sum = cross_entropy_sum(output.logits, batch.targets, overwrite_logits=True)
         return self.with_reports(CriterionOutput(loss_sum, batch.num_targets), output.reports)
+
+    def check_model(self, model: nn.Module) -> None:
+        super().check_model(model)
+        assert isinstance(self.cfg, CrossEntropyConfig)
+        takes_loss = isinstance(model, BaseModel) and model.takes_loss
+        if self.cfg.cross_entropy_chunk_tokens > 0 and not takes_loss:
+            raise ConfigError(
+                "--cross-entropy-chunk-tokens needs a model that computes the loss from its "
+                "features, and this --arch gives logits alone; remove it"
+            )
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, *, overwrite_logits: bool = False) -> Tensor:
@@ -60,7 +91,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, overwrite_logits: bool) -> Tensor:
         index = targets.clamp(min=0).unsqueeze(1)
         log_probs = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-        for rows in _blocks(logits):
+        for rows in row_blocks(logits):
             log_softmax = torch.log_softmax(logits[rows], dim=-1, dtype=torch.float32)
             log_probs[rows] = log_softmax.gather(1, index[rows]).squeeze(1)
         ctx.save_for_backward(logits, targets)
@@ -74,16 +105,8 @@ class _CrossEntropySum(torch.autograd.Function):
         index = targets.clamp(min=0).unsqueeze(1)
         scale = torch.where(targets == IGNORE_INDEX, 0.0, grad_output).unsqueeze(1)
         grad = logits if ctx.overwrite_logits else torch.empty_like(logits)
-        for rows in _blocks(logits):
+        for rows in row_blocks(logits):
             probs = torch.softmax(logits[rows], dim=-1, dtype=torch.float32)
             probs.scatter_add_(1, index[rows], probs.new_full((1, 1), -1.0).expand_as(index[rows]))
             torch.mul(probs, scale[rows], out=grad[rows])
         return grad, None, None
-
-
-def _blocks(logits: Tensor) -> list[slice]:
-    """Slices of rows, of about ``CHUNK_ELEMENTS`` logits each."""
-    num_rows, num_columns = logits.shape
-    elements = CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS["cuda"])
-    step = max(1, elements // num_columns)
-    return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]

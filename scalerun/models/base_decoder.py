@@ -1,8 +1,12 @@
-"""The base of all models that predict the next token. B batch, T time, V vocabulary."""
+"""The base of all models that predict the next token.
+
+B batch, T time, D model width, V vocabulary.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -11,18 +15,30 @@ from scalerun.models.base_model import BaseModel
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.incremental_state import IncrementalState
 
+FeatureLoss = Callable[[Tensor, Tensor], Tensor]
+"""Features (B, T, D) and the weight of the output projection (V, D) -> a scalar.
+
+A model calls it in place of projecting. Features and weight never leave the model, so it does not
+matter how they are sharded or when they are gathered; the logits need not exist all at once.
+"""
+
 
 class DecoderOutput(NamedTuple):
     """What a decoder returns."""
 
-    logits: Tensor
-    """(B, T, V), or (B, 1, V) when only the last token's were asked for."""
+    logits: Tensor | None
+    """(B, T, V), or (B, 1, V) when only the last token's were asked for; None with a loss."""
     reports: tuple[Auxiliary, ...] = ()
     """One for each layer that has an auxiliary loss."""
+    loss: Tensor | None = None
+    """What the :data:`FeatureLoss` returned, if one was given."""
 
 
 class BaseDecoder(BaseModel):
-    """A model whose logits at t depend on tokens 0..t alone."""
+    """A model whose logits at t depend on tokens 0..t alone.
+
+    One with ``takes_loss`` has a further argument ``loss``, a :data:`FeatureLoss` or None.
+    """
 
     @abstractmethod
     def forward(

@@ -6,16 +6,17 @@ B batch, T new tokens, S keys (cached and new), M source tokens, D model width, 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scalerun.models.base_decoder import BaseDecoder, DecoderOutput
+from scalerun.models.base_decoder import BaseDecoder, DecoderOutput, FeatureLoss
 from scalerun.models.blocks import StackParts, TransformerParts
 from scalerun.models.transformer_stack import TransformerStack, computing_dtype
 from scalerun.modules.attention_mask import fold_into_bias, visible_keys
+from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.block_context import BlockContext, Source
 from scalerun.modules.embedding import InputEmbedding
 from scalerun.modules.incremental_state import EncodedSource, IncrementalState
@@ -48,6 +49,7 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
     """
 
     parts_class: type[StackParts] = TransformerParts
+    takes_loss: ClassVar[bool] = True
 
     def __init__(self, parts: StackParts, embedding: InputEmbedding | None = None) -> None:
         super().__init__(parts, embedding)
@@ -69,11 +71,13 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         incremental_state: IncrementalState | None = None,
         last_token_only: bool = False,
         source: EncodedSource | None = None,
+        loss: FeatureLoss | None = None,
     ) -> DecoderOutput:
         """As in :class:`BaseDecoder`.
 
         Args:
             source: what cross-attention reads; with an incremental state given once.
+            loss: computed in place of the logits.
         """
         batch_size, num_tokens = tokens_BT.shape
         state = incremental_state
@@ -102,8 +106,7 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
             context = replace(context, source=read)
         x_BTD, reports = self.run_layers(x_BTD, context, state=state)
         state.advance(num_tokens)
-        logits = self.logits(x_BTD[:, -1:] if last_token_only else x_BTD)
-        return DecoderOutput(logits, tuple(reports))
+        return self._output(x_BTD[:, -1:] if last_token_only else x_BTD, reports, loss)
 
     @property
     def masks_documents(self) -> bool:
@@ -164,13 +167,28 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         bias_BHTM, empty_rows = fold_into_bias(seen_B1TM, bias_BHTM, dtype=dtype)
         return Source(source.features_BMD, bias_BHTM, empty_rows)
 
+    def _output(
+        self, x_BTD: Tensor, reports: list[Auxiliary], loss: FeatureLoss | None
+    ) -> DecoderOutput:
+        """The logits, or the loss in their place."""
+        if loss is None:
+            return DecoderOutput(self.logits(x_BTD), tuple(reports))
+        found = loss(self.features(x_BTD), self.vocabulary_weight())
+        return DecoderOutput(None, tuple(reports), found)
+
     def logits(self, x_BTD: Tensor) -> Tensor:
         """(B, T, V) from what the last block returns."""
-        if self.final_norm is not None:
-            x_BTD = self.final_norm(x_BTD)
+        return project_to_vocabulary(self.features(x_BTD), self.vocabulary_weight())
+
+    def features(self, x_BTD: Tensor) -> Tensor:
+        """What is projected to the vocabulary, from what the last block returns."""
+        return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
+
+    def vocabulary_weight(self) -> Tensor:
+        """(V, D), the weight of the output projection."""
         if self.output_projection is not None:
-            return project_to_vocabulary(x_BTD, self.output_projection.weight)
-        return project_to_vocabulary(x_BTD, self.embedding.tokens.weight)
+            return self.output_projection.weight
+        return self.embedding.tokens.weight
 
     def init_incremental_state(self, batch_size: int, max_length: int) -> IncrementalState:
         layers = [block.init_state(batch_size, max_length) for block in self.blocks()]
