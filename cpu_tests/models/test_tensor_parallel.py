@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch.distributed.tensor import distribute_tensor
 
 from cpu_tests.world import run_world
-from scalerun.criterions.cross_entropy import cross_entropy_sum
-from scalerun.data.batch import IGNORE_INDEX
+from scalerun.criterions.base_criterion import build_criterion
+from scalerun.criterions.cross_entropy import CrossEntropyConfig, cross_entropy_sum
+from scalerun.data.batch import IGNORE_INDEX, Batch
 from scalerun.dataclass.errors import ConfigError
 from scalerun.distributed.collectives import all_gather
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes, ParallelDims, build_meshes
@@ -256,6 +257,32 @@ def check_generation(tensor):
                 )
 
 
+def check_criterion(tensor):
+    """Loss and gradients are the same whether all logits exist or those of a few tokens."""
+    batch = Batch(TOKENS, TARGETS, num_targets=20, sample_ids=[0, 1, 2])
+    for name in ("tied, learned positions", "RetNet"):
+        alone, _ = make(name)
+        expected = None
+        for chunk in (0, 5):
+            criterion = build_criterion(CrossEntropyConfig(cross_entropy_chunk_tokens=chunk))
+            for spread in (False, True):
+                shared, _ = make(name, ModelMeshes(tensor=tensor, sequence_parallel=spread))
+                losses, gradients = [], []
+                for model in (alone, shared):
+                    model.zero_grad()
+                    torch.manual_seed(7)
+                    loss = criterion(model, batch).loss_sum
+                    loss.backward()
+                    losses.append(loss.detach())
+                    gradients.append(
+                        torch.cat([whole(p.grad).flatten() for p in model.parameters()])
+                    )
+                torch.testing.assert_close(*losses)
+                assert (gradients[0] - gradients[1]).abs().max() < 1e-5 * gradients[0].norm()
+                expected = losses[0] if expected is None else expected
+                torch.testing.assert_close(losses[1], expected)
+
+
 def check_dropped_attention(tensor):
     """Softmax weights are dropped by masks of each rank's own, and drawn again to recompute."""
     gradients = []
@@ -289,6 +316,7 @@ def check_biases_of_other_heads(tensor):
 CHECKS = (
     check_uneven_lengths,
     check_generation,
+    check_criterion,
     check_dropped_attention,
     check_biases_of_other_heads,
 )

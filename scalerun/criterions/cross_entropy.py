@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput, register_criterion
+from scalerun.criterions.linear_cross_entropy import linear_cross_entropy_sum
 from scalerun.data.batch import IGNORE_INDEX, Batch
-from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
+from scalerun.dataclass.errors import ConfigError
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
+from scalerun.models.base_model import BaseModel
 from scalerun.modules.megatron.cross_entropy import vocab_parallel_cross_entropy_sum
 from scalerun.modules.row_blocks import row_blocks
 
@@ -21,7 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class CrossEntropyConfig(ScalerunDataclass):
-    """Settings of ``--criterion cross_entropy``: none."""
+    """Settings of ``--criterion cross_entropy``."""
+
+    cross_entropy_chunk_tokens: int = option(
+        0, "tokens whose logits exist at a time; 0: those of the whole batch"
+    )
+
+    def validate(self) -> None:
+        super().validate()
+        if self.cross_entropy_chunk_tokens < 0:
+            raise ConfigError(
+                f"--cross-entropy-chunk-tokens is {self.cross_entropy_chunk_tokens}; give a number "
+                "of tokens, or 0 for all of a batch"
+            )
 
 
 @register_criterion("cross_entropy", CrossEntropyConfig)
@@ -29,12 +44,34 @@ class CrossEntropy(BaseCriterion):
     """Negative log-likelihood of the targets in nats, summed, computed in float32."""
 
     def forward(self, model: nn.Module, batch: Batch) -> CriterionOutput:
-        output = model(**batch.net_input())
-        # Nobody else holds the logits, so their memory can become that of their gradient.
-        loss_sum = cross_entropy_sum(
-            output.logits, batch.targets, overwrite_logits=True, vocab_mesh=output.vocab_mesh
-        )
+        assert isinstance(self.cfg, CrossEntropyConfig)
+        chunk = self.cfg.cross_entropy_chunk_tokens
+        if chunk > 0:
+
+            def loss(features: Tensor, weight: Tensor, mesh: DeviceMesh | None) -> Tensor:
+                return linear_cross_entropy_sum(
+                    features, weight, batch.targets, chunk_tokens=chunk, vocab_mesh=mesh
+                )
+
+            output = model(**batch.net_input(), loss=loss)
+            loss_sum = output.loss
+        else:
+            output = model(**batch.net_input())
+            # Nobody else holds the logits, so their memory can become that of their gradient.
+            loss_sum = cross_entropy_sum(
+                output.logits, batch.targets, overwrite_logits=True, vocab_mesh=output.vocab_mesh
+            )
         return self.with_reports(CriterionOutput(loss_sum, batch.num_targets), output.reports)
+
+    def check_model(self, model: nn.Module) -> None:
+        super().check_model(model)
+        assert isinstance(self.cfg, CrossEntropyConfig)
+        takes_loss = isinstance(model, BaseModel) and model.takes_loss
+        if self.cfg.cross_entropy_chunk_tokens > 0 and not takes_loss:
+            raise ConfigError(
+                "--cross-entropy-chunk-tokens needs a model that computes the loss from its "
+                "features, and this --arch gives logits alone; remove it"
+            )
 
 
 def cross_entropy_sum(

@@ -14,7 +14,7 @@ from scalerun.criterions.base_criterion import (
     auxiliary_losses,
     register_criterion,
 )
-from scalerun.criterions.cross_entropy import CrossEntropy
+from scalerun.criterions.cross_entropy import CrossEntropy, CrossEntropyConfig
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.modules.auxiliary import Auxiliary, mean_stats, total_loss
@@ -38,6 +38,7 @@ class GateLossConfig(ScalerunDataclass):
     )
 
     def validate(self) -> None:
+        super().validate()
         if not (math.isfinite(self.moe_gate_loss_wt) and self.moe_gate_loss_wt >= 0):
             raise ConfigError(f"--moe-gate-loss-wt is {self.moe_gate_loss_wt:g}; give 0 or more")
 
@@ -69,6 +70,7 @@ class AddsGateLoss(BaseCriterion):
         return output
 
     def check_model(self, model: nn.Module) -> None:
+        super().check_model(model)
         if auxiliary_losses(model) == {False}:
             raise ConfigError(NO_EXPERTS)
 
@@ -83,7 +85,7 @@ def gate_loss(reports: Sequence[Auxiliary], cfg: GateLossConfig) -> Tensor:
 
 
 @dataclass
-class MoECrossEntropyConfig(GateLossConfig):
+class MoECrossEntropyConfig(GateLossConfig, CrossEntropyConfig):
     """Settings of ``--criterion moe_cross_entropy``."""
 
 

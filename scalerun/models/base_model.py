@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 class BaseModel(nn.Module, ABC):
     """A network that a task can train. Its constructor only makes shapes."""
+
+    takes_loss: ClassVar[bool] = False
+    """Whether ``forward`` takes a ``loss``, a ``FeatureLoss`` of ``base_decoder``."""
 
     @classmethod
     @abstractmethod

@@ -5,12 +5,12 @@ B batch, M source tokens, T target tokens, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor, nn
 
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
-from scalerun.models.base_decoder import DecoderOutput
+from scalerun.models.base_decoder import DecoderOutput, FeatureLoss
 from scalerun.models.base_model import BaseModel
 from scalerun.models.blocks import TransformerParts
 from scalerun.models.transformer_decoder import TransformerDecoder
@@ -37,6 +37,7 @@ class EncoderDecoder(BaseModel):
     """
 
     parts_class: type[TransformerParts] = TransformerParts
+    takes_loss: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class EncoderDecoder(BaseModel):
         *,
         source_padding_mask_BM: Tensor | None = None,
         padding_mask_BT: Tensor | None = None,
+        loss: FeatureLoss | None = None,
     ) -> DecoderOutput:
         """Logits (B, T, V) of the token that follows each target token; reports of both stacks.
 
@@ -84,9 +86,12 @@ class EncoderDecoder(BaseModel):
             source_padding_mask_BM: (B, M) bool, True for padding; by default where the source is
                 the padding symbol.
             padding_mask_BT: (B, T) bool; needed only where padding is on the left.
+            loss: computed in place of the logits.
         """
         encoded = self.encode(source_BM, padding_mask_BM=source_padding_mask_BM)
-        output = self.decoder(tokens_BT, padding_mask_BT=padding_mask_BT, source=encoded.source)
+        output = self.decoder(
+            tokens_BT, padding_mask_BT=padding_mask_BT, source=encoded.source, loss=loss
+        )
         return output._replace(reports=encoded.reports + output.reports)
 
     def encode(self, source_BM: Tensor, *, padding_mask_BM: Tensor | None = None) -> Encoded:

@@ -6,7 +6,7 @@ B batch, T new tokens, S keys (cached and new), M source tokens, D model width, 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.distributed.sharding import part_of
-from scalerun.models.base_decoder import BaseDecoder, DecoderOutput
+from scalerun.models.base_decoder import BaseDecoder, DecoderOutput, FeatureLoss
 from scalerun.models.blocks import StackParts, TransformerParts
 from scalerun.models.transformer_stack import TransformerStack, computing_dtype
 from scalerun.modules.attention_mask import fold_into_bias, visible_keys
+from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.block_context import BlockContext, Source
 from scalerun.modules.embedding import InputEmbedding
 from scalerun.modules.incremental_state import EncodedSource, IncrementalState
@@ -55,6 +56,7 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
     """
 
     parts_class: type[StackParts] = TransformerParts
+    takes_loss: ClassVar[bool] = True
 
     def __init__(self, parts: StackParts, embedding: InputEmbedding | None = None) -> None:
         super().__init__(parts, embedding)
@@ -90,11 +92,13 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         incremental_state: IncrementalState | None = None,
         last_token_only: bool = False,
         source: EncodedSource | None = None,
+        loss: FeatureLoss | None = None,
     ) -> DecoderOutput:
         """As in :class:`BaseDecoder`.
 
         Args:
             source: what cross-attention reads; with an incremental state given once.
+            loss: computed in place of the logits.
         """
         batch_size, num_tokens = tokens_BT.shape
         state = incremental_state
@@ -128,8 +132,8 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
             context = replace(context, source=read)
         x_BTD, reports = self.run_layers(x_BTD, context, state=state)
         state.advance(num_tokens)
-        logits = self.logits(x_BTD[:, -1:] if last_token_only else x_BTD, time_mesh)
-        return DecoderOutput(logits, tuple(reports), vocab_mesh=self.vocab_mesh)
+        last_BTD = x_BTD[:, -1:] if last_token_only else x_BTD
+        return self._output(last_BTD, reports, loss, time_mesh)
 
     @property
     def masks_documents(self) -> bool:
@@ -189,6 +193,20 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         seen_B1TM = ~source.padding_BM[:, None, None, :].expand(-1, 1, queries_BT.shape[1], -1)
         bias_BHTM, empty_rows = fold_into_bias(seen_B1TM, bias_BHTM, dtype=dtype)
         return Source(source.features_BMD, bias_BHTM, empty_rows)
+
+    def _output(
+        self,
+        x_BTD: Tensor,
+        reports: list[Auxiliary],
+        loss: FeatureLoss | None,
+        time_mesh: DeviceMesh | None,
+    ) -> DecoderOutput:
+        """The logits, or the loss in their place."""
+        mesh = self.vocab_mesh
+        if loss is None:
+            return DecoderOutput(self.logits(x_BTD, time_mesh), tuple(reports), vocab_mesh=mesh)
+        found = loss(self.features(x_BTD, time_mesh), self.vocabulary_weight(), mesh)
+        return DecoderOutput(None, tuple(reports), found)
 
     def logits(self, x_BTD: Tensor, time_mesh: DeviceMesh | None = None) -> Tensor:
         """(B, T, V) from what the last block returns, or this rank's part of the vocabulary."""

@@ -5,7 +5,10 @@ import torch.nn.functional as F
 from cpu_tests.world import run_world
 from scalerun.distributed.mesh import ParallelDims, build_meshes
 from scalerun.modules import row_blocks
-from scalerun.modules.megatron.cross_entropy import vocab_parallel_cross_entropy_sum
+from scalerun.modules.megatron.cross_entropy import (
+    vocab_parallel_cross_entropy_sum,
+    vocab_parallel_loss_and_gradient,
+)
 
 IGNORED = -100
 
@@ -48,6 +51,20 @@ def work(rank):
     torch.testing.assert_close(loss.double(), wide, rtol=1e-6, atol=0)
     loss.backward()
     assert half.grad.dtype == torch.bfloat16
+
+    part = logits[..., own].flatten(0, 1).clone()
+    loss = vocab_parallel_loss_and_gradient(
+        part, targets.flatten(), mesh, ignore_index=IGNORED, overwrite_logits=True
+    )
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        part.double() * 0.3, exact.grad[..., own].flatten(0, 1), rtol=1e-5, atol=1e-6
+    )
+    kept = part.clone()
+    vocab_parallel_loss_and_gradient(
+        part, targets.flatten(), mesh, ignore_index=IGNORED, overwrite_logits=False
+    )
+    assert torch.equal(part, kept)
 
     nothing = torch.full((5, 7), IGNORED)
     part = logits[..., own].clone().requires_grad_()
