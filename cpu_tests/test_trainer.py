@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from scalerun.cli import train as train_command
+from scalerun.modules.moe.gates import XMoEGate
 from scalerun.trainer import Trainer
 
 CONSTANT = ["--lr-scheduler", "constant"]
+EXPERTS = "--moe-freq 2 --moe-expert-count 4 --use-xmoe --criterion moe_cross_entropy".split()
 EXPLODING = """
 import torch
 from dataclasses import dataclass
@@ -187,6 +189,31 @@ def test_records_have_their_names_and_are_numbers(train, tmp_path, records):
     assert {r["num_updates"] for r in valid} == {2, 4}
     for r in valid:
         assert {"loss", "ppl", "bits_per_byte", "tokens"} <= r.keys()
+
+
+def test_sparse_clipping_shows_its_parts(train):
+    _, found, _ = train(*EXPERTS, "--max-update", "3", "--clip-norm-type", "sparse")
+    for r in found:
+        expected = (r["gnorm_dense"] ** 2 + r["gnorm_expert"] ** 2 / 4) ** 0.5
+        assert r["gnorm"] == pytest.approx(expected, rel=1e-5)
+        assert r["gnorm_expert"] > 0
+
+
+def test_every_pass_in_training_finds_the_rows_of_xmoes_gate_at_their_norm(train, monkeypatch):
+    norms, forward = [], XMoEGate.forward
+
+    def watched(self, x_SD):
+        if self.training:
+            norms.append(self.expert_rows.detach().norm(dim=-1))
+        return forward(self, x_SD)
+
+    monkeypatch.setattr(XMoEGate, "forward", watched)
+    words = [*EXPERTS, "--update-freq", "2", "--lr", "0.01", *CONSTANT]
+    train(*words, "--max-update", "3")
+    train(*words, "--max-update", "5")
+    assert len(norms) >= 5 * 2
+    for norm in norms:
+        assert_close(norm.tolist(), [1.5] * 4)
 
 
 def test_every_shard_is_accounted_for_once_it_is_read(train, tmp_path, records):

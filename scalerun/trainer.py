@@ -20,6 +20,8 @@ from scalerun.evaluation import SubsetResult, evaluate
 from scalerun.logging.metrics import Metrics, bits_per_byte, perplexity
 from scalerun.logging.nan_detector import NanDetector
 from scalerun.models.base_model import Architecture
+from scalerun.modules.constraint import constrain
+from scalerun.optim.clip import GradNorm
 from scalerun.trainer_parts import Progress, TrainerParts
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class Trainer:
             FloatingPointError: a loss or gradient is not finite and ``--nonfinite`` is ``stop``.
             UserError: the data cannot be used, or a checkpoint cannot be written.
         """
+        constrain(self.model)
         with self.parts.profiler, self.stop_signal.deferred():
             if self.progress.unfinished_validation:
                 self.validate()
@@ -234,11 +237,12 @@ class Trainer:
             self.optimizer.multiply_grads(1.0 / self.parts.loss_scaler.scale_value)
         opt = self.cfg.optimization
         grad_norm = self.optimizer.clip_grad_norm(opt.clip_norm, opt.clip_norm_type)  # type: ignore[arg-type]
-        finite = math.isfinite((grad_norm + loss_sum).item())  # the one wait for the device
+        finite = math.isfinite((grad_norm.total + loss_sum).item())  # the one wait for the device
         if not self.may_step(finite, batches):
             self.optimizer.zero_grad()
             return False
         self.optimizer.step()
+        constrain(self.model)
         self.optimizer.zero_grad()
         self.progress.num_updates += 1
         self.progress.skips_in_a_row = 0
@@ -304,13 +308,13 @@ class Trainer:
         return f"update {self.num_updates + 1} on rank 0 is not finite: {where}"
 
     def count(
-        self, loss_sum: Tensor, num_targets: int, grad_norm: Tensor, batches: list[Batch]
+        self, loss_sum: Tensor, num_targets: int, grad_norm: GradNorm, batches: list[Batch]
     ) -> None:
         """Add one finished update to the statistics."""
         clip_norm = self.cfg.optimization.clip_norm
-        clipped = 100.0 * float(clip_norm > 0 and grad_norm.item() > clip_norm)
+        clipped = 100.0 * float(clip_norm > 0 and grad_norm.total.item() > clip_norm)
         self.metrics.add_ratio("loss", loss_sum / math.log(2), float(num_targets))
-        self.metrics.add({"gnorm": grad_norm, "clip": clipped})
+        self.metrics.add({**grad_norm.stats(), "clip": clipped})
         scaler = self.parts.loss_scaler
         self.metrics.set(
             {

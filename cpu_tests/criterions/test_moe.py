@@ -70,6 +70,16 @@ def test_the_gate_loss_is_combined_transformed_and_weighted(
     assert output.aux_loss.requires_grad
 
 
+@pytest.mark.parametrize("transform", ["none", "neg_log"])
+def test_nothing_but_padding_costs_nothing(transform: str) -> None:
+    model, cfg = Experts(0.0, 0.0), MoECrossEntropyConfig(moe_gate_loss_transform=transform)
+    output = build_criterion(cfg)(model, batch_of(0))
+    loss, weight = output.stats["moe_gate_loss"]
+    assert weight * loss == 0
+    (output.num_targets * output.aux_loss).backward()
+    assert all(parameter.grad == 0 for parameter in model.losses)
+
+
 def test_the_loss_is_that_of_the_targets_alone() -> None:
     model, batch = Experts(2.0, 3.0), batch_of(3)
     output = build_criterion(MoECrossEntropyConfig())(model, batch)

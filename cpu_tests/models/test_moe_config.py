@@ -121,6 +121,24 @@ def test_xmoe_implies_its_settings_but_not_its_gate(
     assert make_config(**MOE).gate_name() == "linear"
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (MOE, "--expert-parallel-size 3 does not divide --moe-expert-count 4; choose a divisor"),
+        (
+            {},
+            "--expert-parallel-size 3 has no effect without --moe-freq; add that, or leave it out",
+        ),
+    ],
+)
+def test_ranks_that_experts_cannot_be_spread_over_are_refused(
+    changes: dict[str, Any], message: str, make_config: Callable[..., TransformerConfig]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config(**changes).check_expert_parallel(3)
+    assert str(caught.value) == message
+
+
 @pytest.mark.parametrize(("freq", "expected"), [(0, []), (1, [0, 1, 2]), (2, [1]), (3, [2])])
 def test_every_nth_layer_has_experts(
     freq: int, expected: list[int], make_model: Callable[..., TransformerDecoder]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from scalerun.criterions.base_criterion import (
@@ -81,7 +82,10 @@ def gate_loss(reports: Sequence[Auxiliary], cfg: GateLossConfig) -> Tensor:
     assert loss is not None
     if cfg.moe_gate_loss_combine_method == "average":
         loss = loss / len(reports)
-    return -loss.log() if cfg.moe_gate_loss_transform == "neg_log" else loss
+    if cfg.moe_gate_loss_transform == "neg_log":
+        # It is 0 for a batch of nothing but padding, whose weight of 0 times infinity is no number.
+        return -loss.clamp(min=torch.finfo(loss.dtype).tiny).log()
+    return loss
 
 
 @dataclass

@@ -223,7 +223,12 @@ class OptimizationConfig(ScalerunDataclass):
         [1], "batches per update; a list gives one value for each epoch, the last repeats"
     )
     clip_norm: float = option(0.0, "largest gradient norm; 0 reports the norm and does not clip")
-    clip_norm_type: str = option("l2", "which norm --clip-norm limits", choices=("l2", "inf"))
+    clip_norm_type: str = option(
+        "l2",
+        "which norm --clip-norm limits: l2, the largest absolute value, or SparseClip's, in which "
+        "the gradients of E experts count 1/sqrt(E)",
+        choices=("l2", "inf", "sparse"),
+    )
 
     def validate(self) -> None:
         at_least("--max-update", self.max_update, 0)

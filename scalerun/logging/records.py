@@ -26,6 +26,8 @@ _HIDDEN = ("kind", "event", "subset")
 _HIDDEN_IN_TRAIN = (
     *_HIDDEN,
     "clip",
+    "gnorm_dense",
+    "gnorm_expert",
     "ups",
     "wpb",
     "bsz",

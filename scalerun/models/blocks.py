@@ -25,7 +25,7 @@ from scalerun.modules.feed_forward import GLU, Activation, FeedForward
 from scalerun.modules.linear import Linear
 from scalerun.modules.megatron.layers import ColumnParallelLinear, VocabParallelEmbedding
 from scalerun.modules.mixer import Mixer
-from scalerun.modules.moe.experts import Experts, StackedNorm
+from scalerun.modules.moe.experts import ExpertPlacement, Experts, StackedNorm
 from scalerun.modules.moe.gates import GATES
 from scalerun.modules.moe.moe_layer import MoELayer
 from scalerun.modules.moe.router import Router
@@ -55,6 +55,9 @@ class StackParts(ABC):
         vocab_size: rows of the embedding.
         padding_idx: number of the padding symbol.
         meshes: axes to spread layers over.
+
+    Raises:
+        ConfigError: the experts cannot be spread over their axis.
     """
 
     def __init__(
@@ -72,6 +75,8 @@ class StackParts(ABC):
         self.vocab_size = vocab_size
         self.padding_idx = padding_idx
         self.meshes = meshes
+        if meshes.expert is not None:
+            cfg.check_expert_parallel(meshes.expert.size())
         self.weights = self.init_scheme(self.axes.gain)
 
     def init_scheme(self, gain: float) -> ModelInit:
@@ -145,9 +150,10 @@ class StackParts(ABC):
         """A layer whose tokens go to experts: feed-forward layers, whatever the dense ones are."""
         cfg, dim, ffn_dim = self.cfg, self.stack.dim, self.stack.ffn_dim
         num_experts, rms = cfg.moe_expert_count, self.axes.norm == "rms_norm"
-        norm = StackedNorm(num_experts, ffn_dim, eps=cfg.layernorm_eps, rms=rms)
+        placement = ExpertPlacement(num_experts, self.meshes.expert)
+        norm = StackedNorm(placement, ffn_dim, eps=cfg.layernorm_eps, rms=rms)
         experts = Experts(
-            num_experts,
+            placement,
             dim,
             ffn_dim,
             init=self.weights.ffn,

@@ -131,6 +131,23 @@ class MoEConfig(ScalerunDataclass):
                 "halves; give one of them"
             )
 
+    def check_expert_parallel(self, ranks: int) -> None:
+        """Refuse a number of ranks that the experts of a layer cannot be spread over.
+
+        Raises:
+            ConfigError: names both flags.
+        """
+        if self.moe_freq == 0:
+            raise ConfigError(
+                f"--expert-parallel-size {ranks} has no effect without --moe-freq; add that, or "
+                "leave it out"
+            )
+        if self.moe_expert_count % ranks:
+            raise ConfigError(
+                f"--expert-parallel-size {ranks} does not divide --moe-expert-count "
+                f"{self.moe_expert_count}; choose a divisor"
+            )
+
     def _check_unused(self) -> None:
         unset = MoEConfig()
         for name in MOE_OPTIONS:

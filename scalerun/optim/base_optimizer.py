@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
-from scalerun.optim.clip import NormType, clip_grad_norm, multiply_grads
+from scalerun.optim.clip import GradNorm, NormType, clip_grad_norm, multiply_grads
 from scalerun.optim.param_groups import build_param_groups
 from scalerun.registry import Registry
 
@@ -119,9 +119,9 @@ class BaseOptimizer(ABC):
         if grads:
             multiply_grads(grads, factor)
 
-    def clip_grad_norm(self, max_norm: float, norm_type: NormType = "l2") -> Tensor:
+    def clip_grad_norm(self, max_norm: float, norm_type: NormType = "l2") -> GradNorm:
         """Clip all gradients together; see :func:`scalerun.optim.clip.clip_grad_norm`."""
-        return clip_grad_norm(self.named_params.values(), max_norm, norm_type)
+        return clip_grad_norm(self.named_params, max_norm, norm_type)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The live state tensors by name; parameters that never stepped get their blank state."""

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 
+from scalerun.distributed.sharding import fill
 from scalerun.modules.feed_forward import FeedForwardInit
 from scalerun.modules.init import LinearInit, initialize, normal
-from scalerun.modules.moe.experts import Experts, StackedNorm
+from scalerun.modules.moe.experts import ExpertPlacement, Experts, StackedNorm
 from scalerun.modules.moe.gates import GATES
 from scalerun.modules.moe.moe_layer import MoELayer
 from scalerun.modules.moe.router import Gating, Router
@@ -179,13 +181,14 @@ def make_layer() -> Callable[..., MoELayer]:
         time_major: bool = False,
         dtype: torch.dtype = torch.float64,
         rates: tuple[float, float] = (0.0, 0.0),
+        mesh: DeviceMesh | None = None,
         **rules: Any,
     ) -> MoELayer:
-        inner = None
+        inner, placement = None, ExpertPlacement(num_experts, mesh)
         if norm is not None:
-            inner = StackedNorm(num_experts, FFN, eps=1e-5, rms=norm == "rms_norm")
+            inner = StackedNorm(placement, FFN, eps=1e-5, rms=norm == "rms_norm")
         experts = Experts(
-            num_experts,
+            placement,
             DIM,
             FFN,
             init=ROUGH_FFN,
@@ -200,7 +203,9 @@ def make_layer() -> Callable[..., MoELayer]:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in layer.parameters():
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+                whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+                whole = whole + 0.1 * torch.randn(parameter.shape, generator=generator)
+                fill(parameter, whole)
         return layer.to(dtype)
 
     return make

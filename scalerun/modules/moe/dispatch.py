@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from scalerun.modules.moe.router import Routing
+from scalerun.modules.moe.router import Choices
 
 ALIGNMENT = 16
 """Bytes that the rows of a grouped product's matrices have to be a multiple of."""
@@ -56,6 +56,11 @@ class Dispatch:
     def back(self, y_RD: Tensor, weights_KS: Tensor) -> Tensor:
         """(S, D): each token's rows, weighted and added up; 0 if it has none."""
         total: Tensor = _Back.apply(y_RD, weights_KS.to(y_RD.dtype), self)
+        return total
+
+    def sum(self, y_RD: Tensor) -> Tensor:
+        """(S, D): each token's rows, added up; 0 if it has none."""
+        total: Tensor = _Sum.apply(y_RD, self)
         return total
 
     def spread(self, values_EF: Tensor) -> Tensor:
@@ -102,7 +107,7 @@ def has_grouped_products(x: Tensor, *widths: int) -> bool:
     return dtype in (torch.float32, torch.bfloat16)
 
 
-def make_dispatch(routing: Routing, *, grouped: bool) -> Dispatch:
+def make_dispatch(choices: Choices, *, grouped: bool) -> Dispatch:
     """Rows for the choices that were kept.
 
     With grouped products an expert has as many rows as it needs. Elsewhere than on a CPU the host
@@ -110,28 +115,44 @@ def make_dispatch(routing: Routing, *, grouped: bool) -> Dispatch:
     nobody's. Without, and where an expert has few places, all have equally many rows.
 
     Args:
-        routing: where the tokens go.
+        choices: where the tokens go.
         grouped: whether grouped products can be had.
     """
-    experts_KS, kept_KS = routing.experts_KS, routing.kept_KS
-    num_choices, device = kept_KS.numel(), kept_KS.device
-    counts_E = torch.zeros(routing.num_experts, dtype=torch.int64, device=device)
-    counts_E.scatter_add_(0, experts_KS.flatten(), kept_KS.flatten().long())
-    on_host = device.type == "cpu"
-    if grouped and routing.capacity > FEW_ROWS:
-        places, ends_E = None, counts_E.cumsum(0)
-        starts_E = ends_E - counts_E
-        num_rows = max(int(ends_E[-1]), 1) if on_host else num_choices
-        ends_E[-1:].fill_(num_rows)
-    else:
-        places = routing.capacity
-        if on_host or places * routing.num_experts > 2 * num_choices:
-            # Waiting for the largest count is worth its while where most places are empty.
-            places = max(min(places, int(counts_E.max())), 1)
-        starts_E = torch.arange(routing.num_experts, device=device) * places
-        ends_E = starts_E + places
-        num_rows = places * routing.num_experts
-    rows_KS = (starts_E[experts_KS] + routing.places_KS).masked_fill(~kept_KS, num_rows)
+    num_choices, places = choices.kept_KS.numel(), choices.capacity
+    on_host = choices.kept_KS.device.type == "cpu"
+    counts_E = choices.counts_E()
+    if grouped and places > FEW_ROWS:
+        num_rows = max(int(counts_E.sum()), 1) if on_host else num_choices
+        return packed_dispatch(choices, counts_E, num_rows)
+    if on_host or places * choices.num_experts > 2 * num_choices:
+        # Waiting for the largest count is worth its while where most places are empty.
+        places = min(places, int(counts_E.max()))
+    places = max(places, 1)
+    starts_E = torch.arange(choices.num_experts, device=counts_E.device) * places
+    num_rows = places * choices.num_experts
+    return _arranged(choices, starts_E, starts_E + places, num_rows, places=places)
+
+
+def packed_dispatch(choices: Choices, counts_E: Tensor, num_rows: int) -> Dispatch:
+    """As many rows for an expert as it needs; those that are nobody's are the last expert's.
+
+    Args:
+        counts_E: kept choices of each expert.
+        num_rows: 1 or more, and no fewer than there are kept choices.
+    """
+    ends_E = counts_E.cumsum(0)
+    starts_E = ends_E - counts_E
+    ends_E[-1:].fill_(num_rows)
+    return _arranged(choices, starts_E, ends_E, num_rows, places=None)
+
+
+def _arranged(
+    choices: Choices, starts_E: Tensor, ends_E: Tensor, num_rows: int, *, places: int | None
+) -> Dispatch:
+    kept_KS, device = choices.kept_KS, choices.kept_KS.device
+    num_choices = kept_KS.numel()
+    rows_KS = starts_E[choices.experts_KS] + choices.places_KS
+    rows_KS = rows_KS.masked_fill(~kept_KS, num_rows)
     choices_R = torch.full((num_rows + 1,), num_choices, device=device)
     choices_R.scatter_(0, rows_KS.flatten(), torch.arange(num_choices, device=device))
     choices_R[-1:].fill_(num_choices)
@@ -178,6 +199,22 @@ class _Back(torch.autograd.Function):
         of_weights_KS = of_weights_R[dispatch.rows_KS].masked_fill(~dispatch.kept_KS, 0.0)
         weights_R = F.pad(weights_KS.flatten(), (0, 1))[dispatch.choices_R]
         return grad_RD.mul_(weights_R.unsqueeze(1)), of_weights_KS, None
+
+
+class _Sum(torch.autograd.Function):
+    """(R, D) rows -> (S, D): what :class:`_Out` does backward."""
+
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, dispatch: Dispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        return _sum_rows(y_RD, dispatch.kept_KS, dispatch)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None]:
+        dispatch: Dispatch = ctx.dispatch
+        nobodys_R1 = (dispatch.choices_R == dispatch.kept_KS.numel()).unsqueeze(1)
+        return grad_SD.index_select(0, dispatch.tokens_R).masked_fill_(nobodys_R1, 0.0), None
 
 
 class _BatchedProduct(torch.autograd.Function):

@@ -5,14 +5,22 @@ E experts, R rows of tokens sorted by expert, D model width, F inner width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scalerun.distributed.sharding import empty_parameter
 from scalerun.modules.drop_path import dropout
 from scalerun.modules.feed_forward import Activation, FeedForwardInit
 from scalerun.modules.init import Initializer, ones, zeros
 from scalerun.modules.moe.dispatch import Dispatch, has_grouped_products
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 EXPERTS = "experts"
 """Every parameter of an expert lies below a module of this name, and no other parameter does."""
@@ -23,40 +31,62 @@ def is_expert_parameter(name: str) -> bool:
     return EXPERTS in name.split(".")
 
 
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """How many experts a layer has, and where."""
+
+    num_experts: int
+    """E, on all ranks together."""
+    mesh: DeviceMesh | None = None
+    """Ranks that each hold an equal number of neighbours; None where this rank holds all."""
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """An unset parameter: a stack of one such tensor for each expert."""
+        return empty_parameter((self.num_experts, *shape), mesh=self.mesh)
+
+    def held(self, parameter: nn.Parameter) -> Tensor:
+        """The part of a stack that is on this rank."""
+        return parameter if self.mesh is None else cast("DTensor", parameter).to_local()
+
+
 class StackedNorm(nn.Module):
     """A norm with a gain, and for LayerNorm a bias, for each expert.
 
     Args:
-        num_experts: E.
+        placement: the experts.
         dim: F.
         eps: added to the variance.
         rms: RMSNorm in place of LayerNorm.
     """
 
-    def __init__(self, num_experts: int, dim: int, *, eps: float, rms: bool) -> None:
+    def __init__(self, placement: ExpertPlacement, dim: int, *, eps: float, rms: bool) -> None:
         super().__init__()
+        self.placement = placement
         self.dim = dim
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(num_experts, dim))
-        self.bias = None if rms else nn.Parameter(torch.empty(num_experts, dim))
+        self.weight = placement.parameter(dim)
+        self.bias = None if rms else placement.parameter(dim)
 
     def initializers(self) -> dict[str, Initializer]:
         return {"weight": ones} if self.bias is None else {"weight": ones, "bias": zeros}
 
     def forward(self, h_RF: Tensor, dispatch: Dispatch) -> Tensor:
-        weight_RF = dispatch.spread(self.weight.to(h_RF.dtype))
+        weight_RF = dispatch.spread(self.placement.held(self.weight).to(h_RF.dtype))
         if self.bias is None:
             wide_RF = h_RF if h_RF.dtype == torch.float64 else h_RF.float()
             return F.rms_norm(wide_RF, (self.dim,), None, self.eps).to(h_RF.dtype) * weight_RF
         normed_RF = F.layer_norm(h_RF, (self.dim,), None, None, self.eps)
-        return torch.addcmul(dispatch.spread(self.bias.to(h_RF.dtype)), normed_RF, weight_RF)
+        bias_RF = dispatch.spread(self.placement.held(self.bias).to(h_RF.dtype))
+        return torch.addcmul(bias_RF, normed_RF, weight_RF)
 
 
 class Experts(nn.Module):
     """E feed-forward layers ``fc2(norm(activation(fc1(x))))`` with biases, each on its own rows.
 
+    A rank computes with the experts that it holds.
+
     Args:
-        num_experts: E.
+        placement: the experts.
         dim: D.
         ffn_dim: F.
         init: how each expert's matrices and biases start.
@@ -68,7 +98,7 @@ class Experts(nn.Module):
 
     def __init__(
         self,
-        num_experts: int,
+        placement: ExpertPlacement,
         dim: int,
         ffn_dim: int,
         *,
@@ -79,15 +109,16 @@ class Experts(nn.Module):
         inner_norm: StackedNorm | None = None,
     ) -> None:
         super().__init__()
+        self.placement = placement
         self.init = init
         self.activation = activation
         self.activation_dropout = activation_dropout
         self.dropout = dropout
-        self.fc1_weight = nn.Parameter(torch.empty(num_experts, ffn_dim, dim))
-        self.fc1_bias = nn.Parameter(torch.empty(num_experts, ffn_dim))
+        self.fc1_weight = placement.parameter(ffn_dim, dim)
+        self.fc1_bias = placement.parameter(ffn_dim)
         self.inner_norm = inner_norm
-        self.fc2_weight = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
-        self.fc2_bias = nn.Parameter(torch.empty(num_experts, dim))
+        self.fc2_weight = placement.parameter(dim, ffn_dim)
+        self.fc2_bias = placement.parameter(dim)
 
     def initializers(self) -> dict[str, Initializer]:
         return {
@@ -98,13 +129,14 @@ class Experts(nn.Module):
         }
 
     def forward(self, x_RD: Tensor, dispatch: Dispatch) -> Tensor:
-        """(R, D) from (R, D)."""
-        h_RF = dispatch.multiply(x_RD, self.fc1_weight)
-        h_RF = self.activation(dispatch.add(h_RF, self.fc1_bias))
+        """(R, D) from (R, D), rows of the experts that this rank holds."""
+        held = self.placement.held
+        h_RF = dispatch.multiply(x_RD, held(self.fc1_weight))
+        h_RF = self.activation(dispatch.add(h_RF, held(self.fc1_bias)))
         h_RF = dropout(h_RF, self.activation_dropout, training=self.training)
         if self.inner_norm is not None:
             h_RF = self.inner_norm(h_RF, dispatch)
-        y_RD = dispatch.add(dispatch.multiply(h_RF, self.fc2_weight), self.fc2_bias)
+        y_RD = dispatch.add(dispatch.multiply(h_RF, held(self.fc2_weight)), held(self.fc2_bias))
         return dropout(y_RD, self.dropout, training=self.training)
 
     def has_grouped_products(self, x_SD: Tensor) -> bool:
@@ -113,7 +145,7 @@ class Experts(nn.Module):
 
     def weights_per_expert(self) -> int:
         """Weights that a row is multiplied with."""
-        return self.fc1_weight[0].numel() + self.fc2_weight[0].numel()
+        return self.fc1_weight.shape[1:].numel() + self.fc2_weight.shape[1:].numel()
 
 
 def for_each_expert(init: Initializer) -> Initializer:

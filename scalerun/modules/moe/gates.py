@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scalerun.modules.constraint import Constrained
 from scalerun.modules.init import Initializer
 
 XMOE_WIDTH = 16
@@ -62,12 +63,13 @@ class LinearGate(Gate):
         return F.linear(x_SD, self.weight)
 
 
-class XMoEGate(Gate):
+class XMoEGate(Gate, Constrained):
     """The gate of TorchScale's X-MoE: ``r . w / |w|`` with ``r`` the token at a width of 16.
 
     It differs from the paper (Chi et al. 2022, arXiv:2204.09179): r is not normalised and there is
-    no temperature; :class:`CosineGate` is the paper's. In training the stored rows w are kept at
-    norm 1.5, which changes no logit but sets the scale of their gradient.
+    no temperature; :class:`CosineGate` is the paper's. Training keeps the stored rows w at norm
+    1.5, which changes no logit but sets the scale of their gradient. TorchScale does so in every
+    forward pass; here it is a constraint, with the same numbers.
 
     Args:
         dim: D.
@@ -85,16 +87,13 @@ class XMoEGate(Gate):
         return {"reduction": self.init, "expert_rows": orthogonal(XMOE_GAIN)}
 
     def forward(self, x_SD: Tensor) -> Tensor:
-        if self.training:
-            self.rescale_rows()
-        # A copy is saved for the backward pass, so the next forward may write to the parameter.
-        rows_ER = self.expert_rows.clone()
         reduced_SR = F.linear(x_SD, self.reduction)
-        rows_ER = rows_ER / rows_ER.norm(dim=-1, keepdim=True).clamp(min=SMALLEST_NORM)
+        norm_E1 = self.expert_rows.norm(dim=-1, keepdim=True).clamp(min=SMALLEST_NORM)
+        rows_ER = self.expert_rows / norm_E1
         return F.linear(reduced_SR, rows_ER)
 
     @torch.no_grad()
-    def rescale_rows(self) -> None:
+    def constrain(self) -> None:
         """Bring the stored rows to norm 1.5; rows that have it keep their bits."""
         norm_E1 = self.expert_rows.norm(dim=-1, keepdim=True).clamp(min=SMALLEST_NORM)
         factor_E1 = XMOE_NORM / norm_E1

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.block_context import BlockContext
-from scalerun.modules.feed_forward import PerToken
-from scalerun.modules.moe.dispatch import make_dispatch
+from scalerun.modules.moe.dispatch import Dispatch, make_dispatch
+from scalerun.modules.moe.expert_parallel import make_exchange
 from scalerun.modules.moe.experts import Experts
-from scalerun.modules.moe.router import Router
+from scalerun.modules.moe.router import Choices, Router
+from scalerun.modules.per_token import PerToken
 
 
 class MoELayer(PerToken):
@@ -52,7 +53,7 @@ class MoELayer(PerToken):
             x_SD = x_BTD.reshape(-1, dim)
             padding_S = None if padding is None else padding.reshape(-1)
         routing = self.router(x_SD, padding_S)
-        dispatch = make_dispatch(routing, grouped=self.experts.has_grouped_products(x_SD))
+        dispatch = self.dispatch(routing, grouped=self.experts.has_grouped_products(x_SD))
         rows_RD = self.experts(dispatch.out(x_SD), dispatch)
         y_SD = dispatch.back(rows_RD, routing.weights_KS)
         if self.time_major:
@@ -60,6 +61,13 @@ class MoELayer(PerToken):
         else:
             y_BTD = y_SD.view(num_samples, num_tokens, dim)
         return y_BTD, Auxiliary(routing.loss, routing.stats)
+
+    def dispatch(self, choices: Choices, *, grouped: bool) -> Dispatch:
+        """The tokens' ways to their experts, here or on the ranks that hold them."""
+        mesh = self.experts.placement.mesh
+        if mesh is None:
+            return make_dispatch(choices, grouped=grouped)
+        return make_exchange(choices, mesh, grouped=grouped)
 
     def num_active_weights(self) -> int:
         choices = self.router.gating.top_k * self.experts.weights_per_expert()

@@ -49,13 +49,11 @@ class Gating:
 
 
 @dataclass(frozen=True)
-class Routing:
-    """Where the tokens go."""
+class Choices:
+    """Which tokens go to which experts."""
 
     experts_KS: Tensor
     """int64."""
-    weights_KS: Tensor
-    """Of the experts' outputs in the sum; 0 where a choice is dropped. Carries the gradient."""
     kept_KS: Tensor
     """bool: the choice has a place."""
     places_KS: Tensor
@@ -63,6 +61,19 @@ class Routing:
     capacity: int
     """No expert has more kept choices."""
     num_experts: int
+
+    def counts_E(self) -> Tensor:
+        """(E,) int64, the kept choices of each expert."""
+        counts_E = torch.zeros(self.num_experts, dtype=torch.int64, device=self.kept_KS.device)
+        return counts_E.scatter_add_(0, self.experts_KS.flatten(), self.kept_KS.flatten().long())
+
+
+@dataclass(frozen=True)
+class Routing(Choices):
+    """Where the tokens go, and what comes of it."""
+
+    weights_KS: Tensor
+    """Of the experts' outputs in the sum; 0 where a choice is dropped. Carries the gradient."""
     loss: Tensor
     """Balance loss: E * sum over e of (mean gate probability of e) * (share of first choices);
     1 for uniform routing. Its gradient goes through the probabilities."""
