@@ -1,5 +1,7 @@
 """Ranks that share each matrix product compute what one process does."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,7 @@ from scalerun.models.transformer_mt import TransformerMTConfig
 from scalerun.modules.attention import Attention
 from scalerun.modules.feed_forward import GLU
 from scalerun.modules.init import initialize
+from scalerun.modules.moe.experts import is_expert_parameter
 
 VOCAB, PAD, TIME = 24, 1, 8
 DECODER = {
@@ -78,6 +81,12 @@ CASES = {
     "RetNet": RetNetConfig(**RETNET, **RECOMPUTE),
     "RetNet, chunkwise": RetNetConfig(**RETNET, chunkwise_recurrent=True, recurrent_chunk_size=3),
     "experts": TransformerConfig(**DECODER, **RECOMPUTE, moe_freq=2, moe_expert_count=4),
+    "experts, SubLN": TransformerConfig(
+        **DECODER, subln=True, moe_freq=1, moe_expert_count=4, moe_top1_expert=True
+    ),
+    "experts, RMSNorm": TransformerConfig(
+        **DECODER, subln=True, rms_norm=True, moe_freq=2, moe_expert_count=4, use_xmoe=True
+    ),
     "encoder": TransformerEncoderConfig(**ENCODER, **RECOMPUTE, encoder_learned_pos=True),
     "masked language model": TransformerMLMConfig(**ENCODER, layernorm_embedding=True),
     "encoder-decoder": TransformerMTConfig(
@@ -94,7 +103,10 @@ CASES = {
 }
 
 NO_DROPOUT = {"dropout": 0.0, "drop_path_rate": 0.0, "activation_dropout": 0.0}
-DROPPED = {
+FURTHER = {
+    "experts on two axes": TransformerConfig(
+        **DECODER | NO_DROPOUT, subln=True, moe_freq=1, moe_expert_count=4
+    ),
     "dropped attention": TransformerConfig(**DECODER | NO_DROPOUT, attention_dropout=0.5),
     "recomputed dropped attention": TransformerConfig(
         **DECODER | NO_DROPOUT, **RECOMPUTE, attention_dropout=0.5
@@ -124,7 +136,7 @@ TARGETS = TOKENS.roll(-1, 1).masked_fill(TOKENS == PAD, IGNORE_INDEX)
 def make(name, meshes=ONE_RANK):
     """A model with every parameter in use and the same on every rank, and how it started."""
     cfg, sizes = (
-        (CASES | DROPPED)[name],
+        (CASES | FURTHER)[name],
         {"vocab_size": VOCAB, "padding_idx": PAD, "meshes": meshes},
     )
     if name == "plug-in":
@@ -223,6 +235,7 @@ def test_four_ranks_compute_what_one_process_does():
         for name in ("SubLN, XPos", "relative bias", "LongNet", "RetNet", "encoder-decoder"):
             compare(name, ModelMeshes(tensor=tensor, sequence_parallel=True))
         compare("multiway", ModelMeshes(tensor=tensor))
+        check_experts_on_two_axes()
 
     run_world(4, work)
 
@@ -311,6 +324,29 @@ def check_biases_of_other_heads(tensor):
         WholeLM.build_model(
             cfg, vocab_size=VOCAB, padding_idx=PAD, meshes=ModelMeshes(tensor=tensor)
         )
+
+
+def check_experts_on_two_axes():
+    """Experts on ranks of their own, each cut by the tensor axis: two ranks with equal batches."""
+    meshes = build_meshes(ParallelDims(shard=2, tensor=2, expert=2), "cpu").model
+    name = "experts on two axes"
+    alone, start_alone = make(name)
+    shared, start_shared = make(name, replace(meshes, sequence_parallel=True))
+    stack = shared.layers[0].ffn.experts.fc2_weight
+    assert stack.shape == (4, 16, 24)
+    assert stack.to_local().shape == (2, 16, 12)
+    logits, loss = run(name, alone)
+    found_logits, found_loss = run(name, shared)
+    torch.testing.assert_close(found_logits, logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found_loss, loss, rtol=1e-5, atol=1e-5)
+    norm = torch.stack([p.grad.norm() for p in alone.parameters()]).norm()
+    for (parameter, value), other in zip(
+        alone.named_parameters(), shared.parameters(), strict=True
+    ):
+        assert torch.equal(start_alone[parameter], start_shared[parameter]), parameter
+        # The tokens of both ranks reach an expert.
+        expected = value.grad * (2 if is_expert_parameter(parameter) else 1)
+        assert (whole(other.grad) - expected).abs().max() < 1e-5 * norm, parameter
 
 
 CHECKS = (

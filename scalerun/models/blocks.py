@@ -150,7 +150,10 @@ class StackParts(ABC):
         """A layer whose tokens go to experts: feed-forward layers, whatever the dense ones are."""
         cfg, dim, ffn_dim = self.cfg, self.stack.dim, self.stack.ffn_dim
         num_experts, rms = cfg.moe_expert_count, self.axes.norm == "rms_norm"
-        placement = ExpertPlacement(num_experts, self.meshes.expert)
+        meshes = self.meshes
+        placement = ExpertPlacement(
+            num_experts, meshes.expert, meshes.tensor, meshes.expert_weights
+        )
         norm = StackedNorm(placement, ffn_dim, eps=cfg.layernorm_eps, rms=rms)
         experts = Experts(
             placement,
