@@ -19,7 +19,7 @@ from scalerun.models.blocks import StackParts, TransformerParts
 from scalerun.models.transformer_stack import TransformerStack, computing_dtype
 from scalerun.modules.attention_mask import fold_into_bias, visible_keys
 from scalerun.modules.auxiliary import Auxiliary
-from scalerun.modules.block_context import BlockContext, Source
+from scalerun.modules.block_context import BlockContext, Source, spread_over
 from scalerun.modules.embedding import InputEmbedding
 from scalerun.modules.incremental_state import EncodedSource, IncrementalState
 from scalerun.modules.megatron.mappings import enter, gather_from_sequence
@@ -29,21 +29,19 @@ from scalerun.modules.positions.base_position import positions_after_left_paddin
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
 
-FEW_ROWS = 32
-"""Rows of a decoding step, up to which a CPU multiplies a large matrix faster in pieces."""
-PIECE = 1024
-"""Rows of the matrix in a piece."""
+FEW_ROWS = range(4, 17)
+"""Rows of a decoding step that a CPU multiplies faster with a large matrix in front."""
 
 
 def project_to_vocabulary(x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
     """(B, T, V) = x W^T.
 
-    For few rows the kernels of a CPU spend more on arranging a large matrix than on multiplying it;
-    a piece of it stays in the cache.
+    For few rows the kernels of a CPU spend more on arranging a large matrix than on multiplying it,
+    unless it is the left factor.
     """
-    few = 1 < x_BTD.shape[0] * x_BTD.shape[1] <= FEW_ROWS
+    few = x_BTD.shape[0] * x_BTD.shape[1] in FEW_ROWS
     if few and x_BTD.device.type == "cpu" and not torch.is_grad_enabled():
-        return torch.cat([F.linear(x_BTD, piece) for piece in weight_VD.split(PIECE)], dim=-1)
+        return (weight_VD @ x_BTD.flatten(0, 1).T).T.unflatten(0, x_BTD.shape[:2])
     return F.linear(x_BTD, weight_VD)
 
 
@@ -126,7 +124,8 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
             center=(state.max_length + 1) // 2,
             dtype=computing_dtype(x_BTD),
         )
-        context = replace(context, time_mesh=time_mesh)
+        if time_mesh is not None:
+            context = replace(context, time_mesh=time_mesh)
         if state.source is not None:
             read = self._source(state.source, queries_BT, dtype=computing_dtype(x_BTD))
             context = replace(context, source=read)
@@ -219,7 +218,7 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
             time_mesh: axis that the tokens of the last block are spread over.
         """
         if self.final_norm is not None:
-            x_BTD = normed(self.final_norm, x_BTD, BlockContext(time_mesh=time_mesh))
+            x_BTD = normed(self.final_norm, x_BTD, spread_over(time_mesh))
         if self.vocab_mesh is None:
             return gather_from_sequence(x_BTD, time_mesh, partial_gradient=False)
         return enter(x_BTD, self.vocab_mesh, time_mesh)

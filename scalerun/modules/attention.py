@@ -6,10 +6,10 @@ B batch, T new tokens, S keys (cached and new), D model width, H heads, K = D / 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from scalerun.modules import flash_attn
 from scalerun.modules.block_context import BlockContext
 from scalerun.modules.incremental_state import KVCache, LayerState, SourceCache
 from scalerun.modules.init import LinearInit
+from scalerun.modules.joined_linear import joined, lay_together
 from scalerun.modules.megatron.heads import own_heads
 from scalerun.modules.megatron.layers import ColumnParallelLinear, RowParallelLinear
 from scalerun.modules.megatron.mappings import copy_to, enter
@@ -117,19 +118,24 @@ class Attention(Mixer):
 
     def project(self, x_BTD: Tensor, context: BlockContext) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the new tokens, each (B, H, T, K)."""
+        state = context.state
+        if isinstance(state, KVCache) and state.projections and _computes_plainly(x_BTD):
+            q, k, v = self.heads(F.linear(x_BTD, *state.projections)).chunk(3, dim=1)
+            return q, k, v
         # One product with the joined weights was never faster in training: its gradient has to be
         # copied together.
-        layers = (self.q_proj, self.k_proj, self.v_proj)
         x_BTD = enter(x_BTD, self.tp_mesh, context.time_mesh)
-        q, k, v = (self.heads(route(layer, x_BTD, context)) for layer in layers)
+        q, k, v = (self.heads(route(layer, x_BTD, context)) for layer in self.projections())
         return q, k, v
 
+    def projections(self) -> tuple[nn.Module, nn.Module, nn.Module]:
+        """What makes queries, keys and values."""
+        return self.q_proj, self.k_proj, self.v_proj
+
     def heads(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D) as (B, H, T, K)."""
-        batch, num_tokens, dim = x_BTD.shape
-        num_heads = self.heads_here.count
-        split = (batch, num_tokens, num_heads, dim // num_heads)
-        return x_BTD.view(split).transpose(1, 2)
+        """(B, T, D) as (B, H, T, K), or (B, T, 3 D) as (B, 3 H, T, K)."""
+        batch, num_tokens, _ = x_BTD.shape
+        return x_BTD.view(batch, num_tokens, -1, self.dim // self.num_heads).transpose(1, 2)
 
     def mix(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, context: BlockContext) -> Tensor:
         """What each query reads of the keys so far, the new ones included: (B, H, T, K)."""
@@ -159,11 +165,19 @@ class Attention(Mixer):
 
     def random_numbers(self, device: torch.device) -> AbstractContextManager[None]:
         """Where softmax weights are dropped: the heads of each rank draw by themselves."""
-        drops = self.training and self.dropout > 0.0
-        return rank_stream(self.tp_mesh if drops else None, device)
+        if self.tp_mesh is None or not self.training or self.dropout == 0.0:
+            return nullcontext()
+        return rank_stream(self.tp_mesh, device)
 
     def init_state(self, batch_size: int, max_length: int) -> LayerState:
-        return KVCache(max_length)
+        return KVCache(max_length, projections=joined(self.projections()))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Whatever gives weights another memory (to, to_empty, half) comes by here. torch's
+        # recurrent layers lay out theirs in the same place.
+        super()._apply(fn, recurse)
+        lay_together(self.projections())
+        return self
 
     def num_active_weights(self) -> int:
         return 4 * self.dim * self.dim
@@ -210,6 +224,11 @@ class CrossAttention(Attention):
 
     def init_state(self, batch_size: int, max_length: int) -> LayerState:
         return SourceCache()
+
+
+def _computes_plainly(x: Tensor) -> bool:
+    """Whether weights are neither to get a gradient nor cast by autocast, which casts them once."""
+    return not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
 
 
 def _projection(make: Callable[..., nn.Module], init: LinearInit, *, multiway: bool) -> nn.Module:

@@ -5,7 +5,6 @@ B batch, T new tokens, S keys (cached and new), M source tokens, H heads, D mode
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,11 +58,20 @@ class BlockContext:
 
     def for_layer(self, state: LayerState) -> BlockContext:
         """The same for a layer with this decoding state."""
-        # Thrice as fast as dataclasses.replace, and needed for every layer and token.
-        context = copy.copy(self)
-        object.__setattr__(context, "state", state)
+        # A tenth of the time of dataclasses.replace, and needed for every layer and token.
+        context = object.__new__(BlockContext)
+        context.__dict__.update(self.__dict__, state=state)
         return context
 
     def padding_of_new(self, num_tokens: int) -> Tensor | None:
         """(B, T) bool, which of the ``num_tokens`` new tokens are padding; None if none is."""
         return None if self.padding_BS is None else self.padding_BS[:, -num_tokens:]
+
+
+NOTHING_KNOWN = BlockContext()
+"""The context of a part that needs none."""
+
+
+def spread_over(time_mesh: DeviceMesh | None) -> BlockContext:
+    """A context that says nothing but where the tokens are."""
+    return NOTHING_KNOWN if time_mesh is None else BlockContext(time_mesh=time_mesh)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalerun.modules.block_context import BlockContext
+from scalerun.modules.block_context import NOTHING_KNOWN, BlockContext, spread_over
 from scalerun.modules.drop_path import dropout
 from scalerun.modules.init import Initializer
 from scalerun.modules.megatron.mappings import TIME, scatter_to_sequence
@@ -76,11 +76,11 @@ class InputEmbedding(nn.Module):
     def forward(
         self, tokens_BT: Tensor, positions_BT: Tensor, *, time_mesh: DeviceMesh | None = None
     ) -> Tensor:
-        context = BlockContext(time_mesh=time_mesh)
-        return self.place(self.tokens(tokens_BT, time_mesh), positions_BT, context=context)
+        vectors_BTD = self.tokens(tokens_BT, time_mesh)
+        return self.place(vectors_BTD, positions_BT, context=spread_over(time_mesh))
 
     def place(
-        self, vectors_BTD: Tensor, positions_BT: Tensor, *, context: BlockContext | None = None
+        self, vectors_BTD: Tensor, positions_BT: Tensor, *, context: BlockContext = NOTHING_KNOWN
     ) -> Tensor:
         """The first layer's input from token vectors that were made elsewhere.
 
@@ -89,7 +89,6 @@ class InputEmbedding(nn.Module):
             positions_BT: of all tokens.
             context: says where multiway layers split the sequence, and whether tokens are spread.
         """
-        context = context or BlockContext()
         x_BTD = self.scale * vectors_BTD if self.scale != 1.0 else vectors_BTD
         if self.positions is not None:
             places_BTD = route(self.positions, positions_BT, context).to(x_BTD.dtype)

@@ -26,24 +26,33 @@ class KVCache(LayerState):
 
     The buffers appear at the first :meth:`append`, with the dtype and device of the keys. Keys are
     stored as the scores use them, so rotated keys are never rotated again.
+
+    Args:
+        max_length: S at the end.
+        projections: weight and bias of queries, keys and values in one, for the new tokens; other
+            weights would make the cached keys worthless, so they stay what they are.
     """
 
-    def __init__(self, max_length: int) -> None:
+    def __init__(
+        self, max_length: int, *, projections: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         self.max_length = max_length
+        self.projections = projections
         self.keys_BHSK: Tensor | None = None
         self.values_BHSK: Tensor | None = None
 
     def append(self, k_BHTK: Tensor, v_BHTK: Tensor, *, start: int) -> tuple[Tensor, Tensor]:
         """Write at slots ``start`` and after; return views of all keys and values so far."""
-        end = start + k_BHTK.shape[2]
+        num_tokens = k_BHTK.shape[2]
+        end = start + num_tokens
         if self.keys_BHSK is None or self.values_BHSK is None:
             batch, heads, _, width = k_BHTK.shape
             shape = (batch, heads, self.max_length, width)
             self.keys_BHSK = k_BHTK.new_zeros(shape)
             self.values_BHSK = v_BHTK.new_zeros(shape)
-        self.keys_BHSK[:, :, start:end] = k_BHTK
-        self.values_BHSK[:, :, start:end] = v_BHTK
-        return self.keys_BHSK[:, :, :end], self.values_BHSK[:, :, :end]
+        self.keys_BHSK.narrow(2, start, num_tokens).copy_(k_BHTK)
+        self.values_BHSK.narrow(2, start, num_tokens).copy_(v_BHTK)
+        return self.keys_BHSK.narrow(2, 0, end), self.values_BHSK.narrow(2, 0, end)
 
     def reorder(self, order: Tensor) -> None:
         if self.keys_BHSK is not None and self.values_BHSK is not None:
