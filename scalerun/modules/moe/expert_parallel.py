@@ -41,7 +41,8 @@ class Exchange(Dispatch):
 
     def out(self, x_SD: Tensor) -> Tensor:
         """(P, D): the tokens of all ranks that go to the experts of this one."""
-        rows_RD = self.outgoing.out(x_SD.to(product_dtype(x_SD)))  # half as much to send
+        # The experts would round the rows anyway: here it halves what is sent.
+        rows_RD = self.outgoing.out(x_SD.to(product_dtype(x_SD)))
         rows_QD = all_to_all_rows(rows_RD, self.mesh, sent=self.sent_W, received=self.received_W)
         if not sum(self.received_W):
             # The experts compute in vain, so that their gradients are zeros and not missing.
