@@ -199,17 +199,20 @@ def test_only_what_is_trained_gets_a_gradient(parts, trained):
 
 
 class CountsProducts(TorchDispatchMode):
-    """Counts matrix products, and the elements of the largest tensor that an operator gave."""
+    """Counts matrix products, the elements of the largest result, and places that hold logits."""
 
     def __init__(self):
         super().__init__()
         self.products = self.largest = 0
+        self.places = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         self.products += func.name() in ("aten::mm", "aten::mm.out", "aten::addmm_")
         if isinstance(out, torch.Tensor):
             self.largest = max(self.largest, out.numel())
+            if "mm" in func.name() and out.shape[1] == V:
+                self.places.add(out.untyped_storage().data_ptr())
         return out
 
 
@@ -220,6 +223,7 @@ def test_the_logits_never_exist_all_at_once_and_are_computed_once(parts):
         linear_cross_entropy_sum(*leaves, targets, chunk_tokens=N // 5).backward()
     assert counted.largest <= N * D < N * V
     assert counted.products == 3 * 5
+    assert len(counted.places) == 1
 
 
 def test_evaluation_multiplies_once_for_each_chunk(parts):

@@ -80,11 +80,13 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         grad_ND = torch.empty_like(x_ND, dtype=dtype) if of_x else None
         grad_VD = torch.zeros_like(weight_VD, dtype=wide) if of_weight else None
         loss = torch.zeros((), dtype=wide, device=device)
+        # One for all chunks: else the last chunk's would still be there while the next are made.
+        space_CV = x_ND.new_empty((min(chunk, len(x_ND)), len(w_VD)), dtype=dtype)
         with torch.autocast(device.type, enabled=False):
             for start in range(0, len(x_ND), chunk):
                 rows = slice(start, start + chunk)
                 x_CD = x_ND[rows].to(dtype)
-                logits_CV = x_CD @ w_VD.t()
+                logits_CV = torch.mm(x_CD, w_VD.t(), out=space_CV[: len(x_CD)])
                 overwrite = of_x or of_weight
                 loss += _loss(logits_CV, targets_N[rows], mesh, overwrite_logits=overwrite)
                 if grad_ND is not None:
