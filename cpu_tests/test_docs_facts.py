@@ -114,13 +114,15 @@ HARMLESS = [
     "--num-workers", "1", "--data-buffer-size", "3", "--cache-dir", "cache", "--log-file", "log",
     "--profile", "--profile-updates", "2,3", "--validate-interval-updates", "2", "--store-ema",
     "--save-interval-updates", "3", "--keep-last-updates", "1", "--no-save-async",
-    "--checkpoint-activations",
+    "--checkpoint-activations", "--checkpoint-activations-interval", "2",
+    "--recompute", "selective",
 ]  # fmt: skip
 
 
 def test_settings_that_the_page_calls_harmless_change_no_bit(run, corpus, tiny, records, tmp_path):
     text = section(page("training"), "Which settings change the result")
-    for flag in ("--num-workers", "--data-buffer-size", "--cache-dir", "--checkpoint-activations"):
+    flags = ("--num-workers", "--data-buffer-size", "--cache-dir", "--checkpoint-activations")
+    for flag in (*flags, "--recompute"):
         assert flag in HARMLESS
         assert flag in names(text)
     series = []

@@ -20,6 +20,7 @@ from scalerun.logging.profiler import UpdateProfiler
 from scalerun.logging.sinks import build_sinks, check_trackers
 from scalerun.logging.throughput import Throughput, measure_matmul_rate
 from scalerun.models.base_model import BaseModel
+from scalerun.models.memory_config import MemoryConfig
 from scalerun.optim.base_optimizer import build_optimizer
 from scalerun.optim.ema import EMA
 from scalerun.optim.loss_scaler import DynamicLossScaler
@@ -49,6 +50,8 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path) -> TrainerParts:
         cache_dir=save_dir / "cache",
         quarantine=save_dir / "quarantine.jsonl",
     )
+    if isinstance(cfg.model, MemoryConfig):
+        cfg.model.check_training(on_cpu=device.type == "cpu", compiled=cfg.common.compile)
     valid_subsets = choose_valid_subsets(cfg, task)
     model = task.build_model(cfg.model, seed=cfg.common.seed, device=device)
     criterion = build_criterion(cfg.criterion).to(device)

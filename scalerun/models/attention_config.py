@@ -51,6 +51,7 @@ class AttentionConfig(BlockConfig, DilationConfig):
         self.check_dilation()
         self.check_sizes()
         self.check_moe(self.stacks())
+        self.check_memory(self.stacks())
         for stack in self.stacks():
             for contradicts, message in ATTENTION_CONTRADICTIONS:
                 if contradicts(self, stack):

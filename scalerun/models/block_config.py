@@ -9,24 +9,26 @@ from typing import Self
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import option
+from scalerun.models.memory_config import MEMORY_FREE_SETTINGS, MemoryConfig
 from scalerun.models.moe_config import MOE_FREE_SETTINGS, MoEConfig
 
 MEGATRON_SIGMA = 0.006
 
 
 @dataclass
-class BlockConfig(MoEConfig):
+class BlockConfig(MoEConfig, MemoryConfig):
     """Rates, norms, initial weights, and which layers have experts."""
 
-    free_settings = MOE_FREE_SETTINGS | frozenset(
-        {
+    free_settings = (
+        MOE_FREE_SETTINGS
+        | MEMORY_FREE_SETTINGS
+        | {
             "dropout",
             "no_emb_dropout",
             "drop_path_rate",
             "activation_dropout",
             "init",
             "megatron_init_sigma",
-            "checkpoint_activations",
         }
     )
 
@@ -56,9 +58,6 @@ class BlockConfig(MoEConfig):
     )
     megatron_init_sigma: float = option(
         MEGATRON_SIGMA, "standard deviation of initial weights with --init megatron"
-    )
-    checkpoint_activations: bool = option(
-        False, "keep only the input of each block and recompute the rest in the backward pass"
     )
 
     def validate(self) -> None:

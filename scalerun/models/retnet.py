@@ -93,6 +93,7 @@ class RetNetConfig(BlockConfig):
             if contradicts(self):
                 raise ConfigError(message.format(cfg=self))
         self.check_moe(self.stacks())
+        self.check_memory(self.stacks())
 
     def stacks(self) -> list[Stack]:
         """The stacks of the model."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.models.blocks import StackParts
@@ -42,7 +41,7 @@ class TransformerStack(nn.Module):
         self.relative_position: BasePosition | None = parts.relative_position()
         self.layers = nn.ModuleList(parts.blocks())
         self.final_norm = parts.final_norm()
-        self.checkpoint_activations = parts.cfg.checkpoint_activations
+        self.activation_memory = parts.cfg.activation_memory()
         self._max_positions = parts.stack.max_positions
         self.reads_bias = any(block.mixer.reads_bias for block in self.blocks())
         """Whether any mixer reads ``context.bias_BHTS``."""
@@ -105,14 +104,10 @@ class TransformerStack(nn.Module):
     ) -> tuple[Tensor, list[Auxiliary]]:
         """The stream after the last block, and what the blocks report."""
         reports = []
-        recompute = self.checkpoint_activations and torch.is_grad_enabled()
         for i, layer in enumerate(self.layers):
             if state is not None and state.layers:
                 context = context.for_layer(state.layers[i])
-            if recompute:
-                x_BTD, report = checkpoint(layer, x_BTD, context, use_reentrant=False)
-            else:
-                x_BTD, report = layer(x_BTD, context)
+            x_BTD, report = self.activation_memory.run(layer, x_BTD, context, number=i)
             if report is not None:
                 reports.append(report)
         return x_BTD, reports
