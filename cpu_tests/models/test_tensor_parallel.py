@@ -59,6 +59,7 @@ RETNET = {
     "dropout": 0.1,
 }
 RECOMPUTE = {"checkpoint_activations": True}
+SELECTIVE = {"checkpoint_activations": True, "recompute": "selective"}
 CASES = {
     "decoder": TransformerConfig(**DECODER, **RECOMPUTE),
     "tied, learned positions": TransformerConfig(
@@ -69,7 +70,7 @@ CASES = {
     "DeepNorm, norm of the embedding": TransformerConfig(
         **DECODER, deepnorm=True, layernorm_embedding=True
     ),
-    "GLU": TransformerConfig(**DECODER, **RECOMPUTE, glu=True),
+    "GLU": TransformerConfig(**DECODER, **SELECTIVE, glu=True),
     "relative bias": TransformerConfig(**DECODER, rel_pos_buckets=8, max_rel_pos=16),
     "LongNet": TransformerConfig(
         **DECODER,
@@ -78,9 +79,9 @@ CASES = {
         dilated_ratio=[1, 2],
         dilated_merge_gradient="exact",
     ),
-    "RetNet": RetNetConfig(**RETNET, **RECOMPUTE),
+    "RetNet": RetNetConfig(**RETNET, **SELECTIVE),
     "RetNet, chunkwise": RetNetConfig(**RETNET, chunkwise_recurrent=True, recurrent_chunk_size=3),
-    "experts": TransformerConfig(**DECODER, **RECOMPUTE, moe_freq=2, moe_expert_count=4),
+    "experts": TransformerConfig(**DECODER, **SELECTIVE, moe_freq=2, moe_expert_count=4),
     "experts, SubLN": TransformerConfig(
         **DECODER, subln=True, moe_freq=1, moe_expert_count=4, moe_top1_expert=True
     ),
