@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -48,7 +49,7 @@ def _collect(pipes, timeout):
         for pipe in ready:
             rank = open_pipes.pop(pipe)
             try:
-                failed, result = pipe.recv()
+                failed, result = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 raise RuntimeError(f"rank {rank} died") from None
             if failed:
@@ -64,10 +65,15 @@ def _rank(rank, size, store, pipe, work, args):
         dist.init_process_group(
             "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size
         )
-        pipe.send((False, work(rank, *args)))
+        _send(pipe, (False, work(rank, *args)))
     except BaseException:  # noqa: BLE001
-        pipe.send((True, traceback.format_exc()))
+        _send(pipe, (True, traceback.format_exc()))
     finally:
         pipe.close()
         time.sleep(0.1)  # a neighbour may still be receiving
         os._exit(0)
+
+
+def _send(pipe, answer):
+    # Not with send(), which would hand tensors over as shared memory of a process that ends.
+    pipe.send_bytes(pickle.dumps(answer))

@@ -11,6 +11,7 @@ import torch
 from scalerun.criterions.base_criterion import BaseCriterion
 from scalerun.data.loader import valid_batches
 from scalerun.distributed.precision import Precision
+from scalerun.distributed.ranks import ALONE, Ranks
 from scalerun.logging.metrics import bits_per_byte, perplexity
 from scalerun.models.base_model import BaseModel
 from scalerun.tasks.base_task import BaseTask
@@ -64,6 +65,7 @@ def evaluate(
     max_steps: int | None = None,
     num_workers: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
+    ranks: Ranks = ALONE,
 ) -> SubsetResult | None:
     """Score a validation set. Every target token counts once, whatever the batch size.
 
@@ -71,7 +73,8 @@ def evaluate(
 
     Args:
         max_steps: score at most this many batches.
-        should_stop: asked before each batch.
+        should_stop: asked before each batch, on every rank.
+        ranks: share the batches; each of them gets the result.
 
     Returns:
         The result, or None when ``should_stop`` ended the pass.
@@ -85,7 +88,12 @@ def evaluate(
     try:
         with torch.no_grad():
             for batch in valid_batches(
-                dataset, batch_size=batch_size, max_steps=max_steps, num_workers=num_workers
+                dataset,
+                batch_size=batch_size,
+                max_steps=max_steps,
+                num_workers=num_workers,
+                data_rank=ranks.data_rank,
+                data_size=ranks.data_size,
             ):
                 if should_stop():
                     return None
@@ -96,6 +104,9 @@ def evaluate(
     finally:
         model.train(was_training)
         criterion.train(was_training)
+    count = torch.tensor(tokens, dtype=torch.float64, device=precision.device)
+    loss_sum, count = ranks.sum_over_data(torch.stack((loss_sum, count))).unbind()
+    tokens = int(count)
     counts = dataset.counts()
     return SubsetResult(
         subset=subset,

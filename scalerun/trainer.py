@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from scalerun.criterions.base_criterion import CriterionOutput, Objective
 from scalerun.data.batch import Batch
@@ -41,7 +40,8 @@ class Trainer:
         self.optimizer, self.lr_scheduler = parts.optimizer, parts.lr_scheduler
         self.loader, self.checkpoints, self.sinks = parts.loader, parts.checkpoints, parts.sinks
         self.throughput = parts.throughput
-        self.metrics = Metrics()
+        self.ranks = parts.ranks
+        self.metrics = Metrics(self.ranks.sum_over_data if self.ranks.size > 1 else None)
         self.progress = Progress()
         self.place: dict[str, Any] = {}
         """The loader's state before the update that is being done."""
@@ -109,6 +109,8 @@ class Trainer:
             if ckpt.reset_meters:
                 self.progress.best_metric = None
                 self.progress.validations_without_gain = 0
+        if not self.ranks.is_main:
+            self.metrics.forget_sums()  # rank 0 goes on with those of all ranks
         if loaded is not None and self.parts.ema is not None and "ema" in loaded.missing:
             self.parts.ema.restart()
         self.lr_scheduler.step_update(self.num_updates)
@@ -143,8 +145,7 @@ class Trainer:
             self.skip_batches()
             self.place = self.loader.state_dict()
             try:
-                with self.stop_signal.immediate():
-                    batches = next(stream, None)
+                batches = self.ranks.control.together(lambda: self.next_batches(stream))
             except StopRequestedError:
                 continue
             except UserError:
@@ -160,14 +161,27 @@ class Trainer:
         idle = self.num_updates == first and self.stop_signal.signum is None
         logger.info("%s: %s", "nothing to do" if idle else "training ends", reason)
 
+    def next_batches(self, stream: Iterator[list[Batch]]) -> list[Batch] | None:
+        """This rank's batches of the next update. A signal breaks the wait of a single rank off."""
+        if self.ranks.size > 1:
+            return next(stream, None)
+        with self.stop_signal.immediate():
+            return next(stream, None)
+
     def end_reason(self) -> str | None:
-        """Why the run is over and what prolongs it, or None while it is not."""
+        """Why the run is over and what prolongs it, or None while it is not.
+
+        The ranks agree on what is not the same on all of them: signals and clocks.
+        """
         opt, progress = self.cfg.optimization, self.progress
+        wall = self.throughput.train_wall
+        signum, wall = self.ranks.control.max(self.stop_signal.signum or 0, wall)
+        self.stop_signal.signum = int(signum) or None
         if self.stop_signal.signum is not None:
             return "a signal asked for it"
         if opt.max_update and self.num_updates >= opt.max_update:
             return f"{self.num_updates} updates are done; raise --max-update to go on"
-        if opt.stop_time_hours and self.throughput.train_wall >= opt.stop_time_hours * 3600:
+        if opt.stop_time_hours and wall >= opt.stop_time_hours * 3600:
             return self.time_is_up()
         if opt.patience > 0 and progress.validations_without_gain >= opt.patience:
             return (
@@ -215,8 +229,8 @@ class Trainer:
         """Do one update: count targets, run each batch forward and backward, clip, step.
 
         The loss is the sum over target tokens divided by the number of target tokens in the whole
-        update. Cutting the same tokens into other batch sizes or accumulation counts leaves the
-        gradient as it was.
+        update, over all ranks. Cutting the same tokens into other batch sizes, accumulation counts
+        or rank counts leaves the gradient as it was.
 
         Returns:
             Whether the weights changed; they do not when the gradient is not finite and
@@ -226,18 +240,21 @@ class Trainer:
             FloatingPointError: a loss or gradient is not finite; the weights are left untouched.
         """
         self.model.train()
-        num_targets = sum(batch.num_targets for batch in batches)
+        num_targets, num_samples = self.count_over_data(batches)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.parts.precision.device)
         stats = []
         for index, batch in enumerate(batches):
-            output = self.forward_backward(batch, index, num_targets)
+            with self.parts.gradients.batch(last=index == len(batches) - 1):
+                output = self.forward_backward(batch, index, num_targets)
             loss_sum += output.loss_sum.detach()
             stats.append(output.stats)
+        self.parts.gradients.finish()
         if self.parts.loss_scaler is not None:
             self.optimizer.multiply_grads(1.0 / self.parts.loss_scaler.scale_value)
         opt = self.cfg.optimization
         grad_norm = self.optimizer.clip_grad_norm(opt.clip_norm, opt.clip_norm_type)  # type: ignore[arg-type]
         finite = math.isfinite((grad_norm.total + loss_sum).item())  # the one wait for the device
+        finite = not self.ranks.control.any(not finite)
         if not self.may_step(finite, batches):
             self.optimizer.zero_grad()
             return False
@@ -250,13 +267,28 @@ class Trainer:
             self.parts.ema.step(self.num_updates)
         for each in stats:
             self.metrics.add(each)
-        self.count(loss_sum, num_targets, grad_norm, batches)
+        num_own = sum(batch.num_targets for batch in batches)
+        self.metrics.add_ratio("loss", loss_sum / math.log(2), float(num_own))
+        self.count(grad_norm)
+        self.throughput.update(num_targets, num_samples)
         self.lr_scheduler.step_update(self.num_updates)  # sets the rate of the next update
         return True
 
+    def count_over_data(self, batches: list[Batch]) -> tuple[int, int]:
+        """Target tokens and sequences of the update, over all ranks."""
+        counts = [
+            sum(batch.num_targets for batch in batches),
+            sum(len(batch.sample_ids) for batch in batches),
+        ]
+        if self.ranks.size > 1:
+            device = self.parts.precision.device
+            counts = self.ranks.sum_over_data(torch.tensor(counts, device=device)).tolist()
+        return counts[0], counts[1]
+
     def forward_backward(self, batch: Batch, index: int, num_targets: int) -> CriterionOutput:
         """Add one batch's gradients."""
-        seed_forward(self.cfg.common.seed, self.num_updates, index)
+        place = index * self.ranks.data_size + self.ranks.data_rank
+        seed_forward(self.cfg.common.seed, self.num_updates, place)
         batch = batch.to(self.parts.precision.device)
         with self.parts.precision.autocast():
             output = self.task.train_step(batch, self.model, self.criterion)
@@ -300,20 +332,22 @@ class Trainer:
         """Run the update again with every module watched, and name the first that went wrong."""
         self.optimizer.zero_grad()
         with NanDetector(self.model) as detector:
-            num_targets = sum(batch.num_targets for batch in batches)
+            num_targets, _ = self.count_over_data(batches)
             for index, batch in enumerate(batches):
                 self.forward_backward(batch, index, num_targets)
-            where = detector.describe()
+            where = detector.describe() if detector.finding is not None else None
         self.optimizer.zero_grad()
-        return f"update {self.num_updates + 1} on rank 0 is not finite: {where}"
+        found = self.ranks.control.gather(where)
+        rank = next((rank for rank, finding in enumerate(found) if finding is not None), 0)
+        return (
+            f"update {self.num_updates + 1} on rank {rank} is not finite: "
+            f"{found[rank] or detector.describe()}"
+        )
 
-    def count(
-        self, loss_sum: Tensor, num_targets: int, grad_norm: GradNorm, batches: list[Batch]
-    ) -> None:
-        """Add one finished update to the statistics."""
+    def count(self, grad_norm: GradNorm) -> None:
+        """Add what is the same on all ranks to the statistics."""
         clip_norm = self.cfg.optimization.clip_norm
         clipped = 100.0 * float(clip_norm > 0 and grad_norm.total.item() > clip_norm)
-        self.metrics.add_ratio("loss", loss_sum / math.log(2), float(num_targets))
         self.metrics.add({**grad_norm.stats(), "clip": clipped})
         scaler = self.parts.loss_scaler
         self.metrics.set(
@@ -322,7 +356,6 @@ class Trainer:
                 "loss_scale": scaler.scale_value if scaler is not None else 1.0,
             }
         )
-        self.throughput.update(num_targets, sum(batch.num_samples for batch in batches))
 
     def log(self) -> None:
         """Write the training record of the updates since the last one."""
@@ -385,7 +418,8 @@ class Trainer:
                 precision=self.parts.precision,
                 max_steps=self.cfg.dataset.max_valid_steps,
                 num_workers=self.cfg.dataset.num_workers,
-                should_stop=lambda: self.stop_signal.signum is not None,
+                should_stop=lambda: self.ranks.control.any(self.stop_signal.signum is not None),
+                ranks=self.ranks,
             )
             if result is None:
                 return None

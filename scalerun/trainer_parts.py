@@ -8,7 +8,9 @@ from typing import Any
 from scalerun.checkpoint.checkpoint_manager import CheckpointManager
 from scalerun.criterions.base_criterion import BaseCriterion
 from scalerun.data.loader import BatchLoader
+from scalerun.distributed.gradient_sum import GradientSum, LocalSum
 from scalerun.distributed.precision import Precision
+from scalerun.distributed.ranks import ALONE, Ranks
 from scalerun.logging.base_sink import BaseSink
 from scalerun.logging.profiler import UpdateProfiler
 from scalerun.logging.throughput import Throughput
@@ -38,6 +40,8 @@ class TrainerParts:
     ema: EMA | None
     profiler: UpdateProfiler
     valid_subsets: list[str]
+    ranks: Ranks = ALONE
+    gradients: GradientSum = field(default_factory=LocalSum)
 
 
 @dataclass

@@ -65,10 +65,10 @@ def test_at_most_one_save_is_being_written(manager, state_at, monkeypatch):
     writing, most = [], []
     write = module.write_checkpoint
 
-    def spy(folder, content):
+    def spy(folder, content, control):
         writing.append(content.num_updates)
         most.append(len(writing))
-        result = write(folder, content)
+        result = write(folder, content, control)
         writing.pop()
         return result
 

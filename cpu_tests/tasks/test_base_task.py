@@ -50,7 +50,8 @@ def test_the_model_is_built_for_the_vocabulary(monkeypatch):
     task = Task()
     task.sequence_length = 32
     task.build_model(None, seed=7, device=torch.device("cpu"))
-    assert seen == {"vocab_size": 264, "padding_idx": 257, "seed": 7, "device": torch.device("cpu")}
+    expected = {"vocab_size": 264, "padding_idx": 257, "seed": 7, "device": torch.device("cpu")}
+    assert seen.items() >= expected.items()
 
     task.sequence_length = 33
     with pytest.raises(ConfigError, match="--tokens-per-sample 33 is above the model's 32"):

@@ -34,6 +34,7 @@ from scalerun.checkpoint.state_tree import split_state, to_json
 from scalerun.checkpoint.storage import stage
 from scalerun.checkpoint.writer import Content, check_space, write_checkpoint, write_error
 from scalerun.dataclass.configs import CheckpointConfig
+from scalerun.distributed.ranks import ALONE, Ranks
 
 __all__ = [
     "CheckpointManager",
@@ -90,6 +91,7 @@ class CheckpointManager:
             is read now.
         on_event: called, on the calling thread, with records such as
             ``{"kind": "event", "event": "saved", ...}``.
+        ranks: each saves its own part, and makes every call of the others.
 
     Raises:
         UserError: the run folder cannot be written.
@@ -101,8 +103,10 @@ class CheckpointManager:
         *,
         run_files: Mapping[str, str | Path] | None = None,
         on_event: Callable[[dict[str, Any]], None] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.cfg = cfg
+        self.control, self.saving = ranks.control, ranks.saving
         self.folder = CheckpointFolder(Path(cfg.save_dir))
         self.on_event = on_event or (lambda record: None)
         self.run_files = {
@@ -121,7 +125,7 @@ class CheckpointManager:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: Future[dict[str, Any]] | None = None
         if not cfg.no_save:
-            self.folder.open_for_writing()
+            self.control.on_main(self.folder.open_for_writing)
 
     def save(
         self,
@@ -149,12 +153,12 @@ class CheckpointManager:
         if self.cfg.no_save:
             return
         manifest = self._manifest(num_updates, epoch_end, metric)
-        if self._is_saved(num_updates):
-            self._annotate(manifest)
+        if self.control.on_main(lambda: self._is_saved(num_updates)):
+            self.control.on_main(lambda: self._annotate(manifest))
             return
         started = time.monotonic()
         content = self._collect(manifest, state)
-        check_space(self.folder, content)
+        check_space(self.folder, content, self.control)
         if self.cfg.save_async and not final:
             content = replace(content, tensors=stage(content.tensors))
             held_up = time.monotonic() - started
@@ -188,22 +192,24 @@ class CheckpointManager:
         """
         self.wait()
         started = time.monotonic()
-        folder = newest_whole(self.folder, self._report_damaged)
+        folder = self.control.on_main(lambda: newest_whole(self.folder, self._report_damaged))
         own = folder is not None
         if own and self.cfg.restore_file is not None:
             logger.info("--restore-file is not used: %s has its own checkpoints", self.folder.path)
         if folder is None and self.cfg.restore_file is not None:
-            folder = find_checkpoint(self.cfg.restore_file, "--restore-file")
+            given = self.cfg.restore_file
+            folder = self.control.on_main(lambda: find_checkpoint(given, "--restore-file"))
         if folder is None:
             return None
         manifest = read_manifest(folder)
         left_out = () if own else skip
         wanted = {part: owner for part, owner in state.items() if part not in left_out}
-        plain = load_state(folder, wanted, optional=optional)
+        whole = folder
+        plain = self.control.together(lambda: load_state(whole, wanted, optional=optional))
         if own:
             self._known_good.add(manifest.num_updates)
             if not self.cfg.no_save:
-                self._update_pointers()
+                self.control.on_main(self._update_pointers)
         unused = sorted(plain.keys() - state.keys())
         if unused:
             logger.warning("%s also has %s, which this run does not use", folder, ", ".join(unused))
@@ -274,7 +280,7 @@ class CheckpointManager:
             files={},
             version=scalerun.__version__,
             torch_version=torch.__version__,
-            world_size=1,
+            world_size=self.control.world_size,
             kinds=kinds,
             epoch_end=epoch_end,
             metric=metric,
@@ -332,10 +338,10 @@ class CheckpointManager:
             held_up: seconds for which training stood still; None if for all of the save.
         """
         try:
-            manifest = write_checkpoint(self.folder, content)
+            manifest = write_checkpoint(self.folder, content, self.saving)
             self._known_good.add(manifest.num_updates)
             self._known_damaged.discard(manifest.num_updates)
-            self._update_pointers()
+            self.saving.on_main(self._update_pointers)
         except OSError as error:
             raise write_error(self.folder, content.num_updates, error) from error
         seconds = time.monotonic() - started

@@ -13,6 +13,7 @@ from scalerun.checkpoint.manifest import MANIFEST, Manifest
 from scalerun.checkpoint.state_tree import TensorTree, flatten_tensors
 from scalerun.checkpoint.storage import bytes_needed, save_tensors
 from scalerun.dataclass.errors import UserError
+from scalerun.distributed.ranks import ALONE, Control
 
 STATE = "state.json"
 """Holds everything that is not a tensor."""
@@ -38,14 +39,21 @@ class Content:
         return self.manifest.num_updates
 
 
-def check_space(folder: CheckpointFolder, content: Content) -> None:
-    """Refuse to start a write that cannot end well.
+def check_space(
+    folder: CheckpointFolder, content: Content, control: Control = ALONE.control
+) -> None:
+    """Refuse to start a write that cannot end well; every rank calls it.
 
     Raises:
         UserError: the disk has too little room.
     """
-    needed = bytes_needed(flatten_tensors(content.tensors)) + len(content.plain) + SPARE_BYTES
+    needed = sum(control.gather(bytes_needed(flatten_tensors(content.tensors))))
+    needed += len(content.plain) + SPARE_BYTES
     needed += sum(len(file) for file in content.run_files.values())
+    control.on_main(lambda: _check_disk(folder, content, needed))
+
+
+def _check_disk(folder: CheckpointFolder, content: Content, needed: int) -> None:
     try:
         available = shutil.disk_usage(folder.path).free
     except OSError as error:
@@ -58,8 +66,10 @@ def check_space(folder: CheckpointFolder, content: Content) -> None:
         )
 
 
-def write_checkpoint(folder: CheckpointFolder, content: Content) -> Manifest:
-    """Write and commit a checkpoint.
+def write_checkpoint(
+    folder: CheckpointFolder, content: Content, control: Control = ALONE.control
+) -> Manifest:
+    """Write and commit a checkpoint; every rank calls it, with its own part of the tensors.
 
     A process that dies in here leaves a folder with a temporary name at worst.
 
@@ -69,16 +79,15 @@ def write_checkpoint(folder: CheckpointFolder, content: Content) -> Manifest:
     Raises:
         OSError: something could not be written; nothing is left behind.
     """
-    temporary = folder.temporary(content.num_updates)
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = control.from_main(folder.temporary(content.num_updates))
     try:
-        temporary.mkdir()
-        manifest = replace(content.manifest, files=_write_files(temporary, content))
-        write_file(temporary / MANIFEST, manifest.to_json())
-        sync_tree(temporary)
-        folder.commit(temporary, content.num_updates)
+        control.on_main(lambda: _make_anew(temporary))
+        own = control.together(lambda: save_tensors(temporary, content.tensors, control.group))
+        files = {name: file for part in control.gather(own) for name, file in part.items()}
+        manifest = control.on_main(lambda: _commit(folder, temporary, content, files))
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if control.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
     return manifest
 
 
@@ -95,8 +104,20 @@ def write_error(folder: CheckpointFolder, num_updates: int, error: OSError) -> U
     )
 
 
-def _write_files(temporary: Path, content: Content) -> dict[str, FileRecord]:
+def _make_anew(temporary: Path) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+
+
+def _commit(
+    folder: CheckpointFolder, temporary: Path, content: Content, tensors: dict[str, FileRecord]
+) -> Manifest:
+    """Write what is there once, with the list of all files, and give the checkpoint its name."""
     files = {STATE: write_file(temporary / STATE, content.plain)}
     for name, file in content.run_files.items():
         files[name] = write_file(temporary / name, file)
-    return files | save_tensors(temporary, content.tensors)
+    manifest = replace(content.manifest, files=files | tensors)
+    write_file(temporary / MANIFEST, manifest.to_json())
+    sync_tree(temporary)
+    folder.commit(temporary, content.num_updates)
+    return manifest

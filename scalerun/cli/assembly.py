@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import torch
@@ -15,13 +16,17 @@ from scalerun.data.loader import BatchLoader
 from scalerun.dataclass.configs import ScalerunConfig
 from scalerun.dataclass.errors import ConfigError
 from scalerun.distributed.launch import choose_device
-from scalerun.distributed.precision import choose_precision
+from scalerun.distributed.parallelize import gradient_sum, parallelize
+from scalerun.distributed.precision import Precision, choose_precision
+from scalerun.distributed.ranks import ALONE, Ranks
+from scalerun.logging.base_sink import BaseSink
 from scalerun.logging.profiler import UpdateProfiler
-from scalerun.logging.sinks import build_sinks, check_trackers
+from scalerun.logging.sinks import SinkGroup, build_sinks, check_trackers
 from scalerun.logging.throughput import Throughput, measure_matmul_rate
 from scalerun.models.base_model import BaseModel
 from scalerun.models.memory_config import MemoryConfig
 from scalerun.optim.base_optimizer import build_optimizer
+from scalerun.optim.clip import check_norm_type
 from scalerun.optim.ema import EMA
 from scalerun.optim.loss_scaler import DynamicLossScaler
 from scalerun.optim.lr_scheduler.base_lr_scheduler import build_lr_scheduler
@@ -36,42 +41,45 @@ PATHS = {"common": ("user_dir",), "task": ("data", "cache_dir")}
 
 
 @plugin_errors()
-def build_parts(cfg: ScalerunConfig, save_dir: Path) -> TrainerParts:
-    """Build everything that the Trainer puts to work.
+def build_parts(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> TrainerParts:
+    """Build everything that the Trainer puts to work; every rank calls it.
 
     What reads text comes late: whatever else is wrong is said before hours of tokenising.
     """
     check_trackers(cfg.common)
-    device = choose_device(cpu=cfg.common.cpu)
+    device = choose_device(cpu=cfg.common.cpu, local_rank=ranks.local_rank)
     precision = choose_precision(fp16=cfg.common.fp16, bf16=cfg.common.bf16, device=device)
     task = setup_task(
         cfg.task,
         seed=cfg.common.seed,
         cache_dir=save_dir / "cache",
-        quarantine=save_dir / "quarantine.jsonl",
+        quarantine=save_dir / "quarantine.jsonl" if ranks.is_main else Path(os.devnull),
     )
     if isinstance(cfg.model, MemoryConfig):
         cfg.model.check_training(on_cpu=device.type == "cpu", compiled=cfg.common.compile)
     valid_subsets = choose_valid_subsets(cfg, task)
-    model = task.build_model(cfg.model, seed=cfg.common.seed, device=device)
+    model = task.build_model(
+        cfg.model,
+        seed=cfg.common.seed,
+        device=device,
+        meshes=ranks.model_meshes,
+        prepare=lambda model: prepare_model(model, cfg, ranks),
+    )
     criterion = build_criterion(cfg.criterion).to(device)
     criterion.check_model(model)
-    if cfg.common.compile:
-        model.compile_blocks()
-    optimizer = build_optimizer(cfg.optimizer, model.named_parameters())
+    optimizer = build_optimizer(
+        cfg.optimizer,
+        model.named_parameters(),
+        same_bits=cfg.distributed.deterministic_reduce,
+    )
+    check_norm_type(cfg.optimization.clip_norm_type, optimizer.named_params)  # type: ignore[arg-type]
     lr_scheduler = build_lr_scheduler(
         cfg.lr_scheduler, optimizer, max_update=cfg.optimization.max_update
     )
-    loader = build_loader(cfg, task)
+    loader = build_loader(cfg, task, ranks)
     for subset in valid_subsets:
         task.load_dataset(subset, training=False)  # else its faults would show hours later
-    sinks = build_sinks(
-        cfg.common,
-        save_dir=save_dir,
-        run_config=cfg.to_dict(),
-        max_update=cfg.optimization.max_update,
-        stop_time_hours=cfg.optimization.stop_time_hours,
-    )
+    sinks = build_run_sinks(cfg, save_dir) if ranks.is_main else SinkGroup([])
     first, last = cfg.common.profile_updates
     parts = TrainerParts(
         task=task,
@@ -81,10 +89,10 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path) -> TrainerParts:
         lr_scheduler=lr_scheduler,
         loader=loader,
         checkpoints=CheckpointManager(
-            cfg.checkpoint, run_files=run_files(cfg, task), on_event=sinks.write
+            cfg.checkpoint, run_files=run_files(cfg, task), on_event=sinks.write, ranks=ranks
         ),
         sinks=sinks,
-        throughput=build_throughput(task, model, device, precision.dtype),
+        throughput=build_throughput(task, model, precision, ranks),
         precision=precision,
         loss_scaler=DynamicLossScaler(cfg.common) if precision.needs_loss_scale else None,
         ema=EMA(model.named_parameters(), cfg.ema) if cfg.ema.store_ema else None,
@@ -92,12 +100,33 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path) -> TrainerParts:
             save_dir, (first, last) if cfg.common.profile else None, device=device
         ),
         valid_subsets=valid_subsets,
+        ranks=ranks,
+        gradients=gradient_sum(model, ranks, cfg.distributed, experts=model.expert_units()),
     )
     describe(cfg, parts)
     return parts
 
 
-def build_loader(cfg: ScalerunConfig, task: BaseTask) -> BatchLoader:
+def prepare_model(model: BaseModel, cfg: ScalerunConfig, ranks: Ranks) -> None:
+    """Compile and shard a model that is shapes alone."""
+    if cfg.common.compile:
+        model.compile_blocks()
+    units, experts = model.shard_units(), model.expert_units()
+    parallelize(model, ranks, cfg.distributed, units=units, experts=experts)
+
+
+def build_run_sinks(cfg: ScalerunConfig, save_dir: Path) -> BaseSink:
+    """Where the records of the run go."""
+    return build_sinks(
+        cfg.common,
+        save_dir=save_dir,
+        run_config=cfg.to_dict(),
+        max_update=cfg.optimization.max_update,
+        stop_time_hours=cfg.optimization.stop_time_hours,
+    )
+
+
+def build_loader(cfg: ScalerunConfig, task: BaseTask, ranks: Ranks = ALONE) -> BatchLoader:
     """The loader of the training set."""
     data = cfg.dataset
     assert data.batch_size is not None
@@ -107,6 +136,8 @@ def build_loader(cfg: ScalerunConfig, task: BaseTask) -> BatchLoader:
         update_freq=cfg.optimization.update_freq_at,
         num_workers=data.num_workers,
         buffer_size=data.data_buffer_size,
+        data_rank=ranks.data_rank,
+        data_size=ranks.data_size,
         max_epoch=cfg.optimization.max_epoch,
     )
 
@@ -129,13 +160,14 @@ def choose_valid_subsets(cfg: ScalerunConfig, task: BaseTask) -> list[str]:
 
 
 def build_throughput(
-    task: BaseTask, model: BaseModel, device: torch.device, dtype: torch.dtype
+    task: BaseTask, model: BaseModel, precision: Precision, ranks: Ranks
 ) -> Throughput:
     """Counters of tokens and time, with the machine's own matrix-product rate."""
     return Throughput(
-        device,
+        precision.device,
         flops_per_token=model.training_flops_per_token(task.sequence_length),
-        matmul_rate=measure_matmul_rate(device, dtype),
+        matmul_rate=measure_matmul_rate(precision.device, precision.dtype),
+        num_devices=ranks.size,
     )
 
 
@@ -162,13 +194,14 @@ def describe(cfg: ScalerunConfig, parts: TrainerParts) -> None:
     num_params = sum(parameter.numel() for parameter in parts.model.parameters())
     precision = parts.precision
     logger.info(
-        "%s, %s: %s parameters, %s on %s with %d threads",
+        "%s, %s: %s parameters, %s on %s with %d threads%s",
         cfg.task._name,
         cfg.model._name,
         f"{num_params:,}",
         str(precision.dtype).removeprefix("torch."),
         precision.device,
         torch.get_num_threads(),
+        f", {parts.ranks.dims.describe()}" if parts.ranks.size > 1 else "",
     )
     for sentence in cfg.model.warnings():
         logger.warning(sentence)

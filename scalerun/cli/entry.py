@@ -24,27 +24,35 @@ def run_cli(main: Callable[[], int]) -> None:
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     open_closed_streams()
+    code, error = outcome(main)
+    if error is not None:
+        print(f"error: {error}", file=sys.stderr)
+    sys.exit(code)
+
+
+def outcome(main: Callable[[], int]) -> tuple[int, str | None]:
+    """How a command ends: its exit code, and what to tell the user about an error."""
     try:
         code = main()
         sys.stdout.flush()
     except UserError as error:
-        code = _report(str(error), error.exit_code)
+        return _failed(str(error), error.exit_code)
     except FloatingPointError as error:
-        code = _report(str(error), 1)
+        return _failed(str(error), 1)
     except torch.OutOfMemoryError as error:
-        code = _report(f"out of memory: {str(error).splitlines()[0]}; lower --batch-size", 1)
+        return _failed(f"out of memory: {str(error).splitlines()[0]}; lower --batch-size", 1)
     except BrokenPipeError:
         # The reader of our output has gone; there is nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
+        return 1, None
     except OSError as error:
         what = f"{error.filename}: " if error.filename else ""
-        code = _report(f"{what}{error.strerror or error}", 1)
+        return _failed(f"{what}{error.strerror or error}", 1)
     except StopRequestedError as stop:
-        code = 128 + stop.signum
+        return 128 + stop.signum, None
     except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
+        return 130, None
+    return code, None
 
 
 def open_closed_streams() -> None:
@@ -57,7 +65,6 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
-def _report(message: str, code: int) -> int:
+def _failed(message: str, code: int) -> tuple[int, str]:
     logger.debug("the error's origin", exc_info=True)
-    print(f"error: {message}", file=sys.stderr)
-    return code
+    return code, message

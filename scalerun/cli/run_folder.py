@@ -8,13 +8,15 @@ import json
 import platform
 import shlex
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 from scalerun import __version__
 from scalerun.dataclass.configs import ScalerunConfig
 from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.yaml_config import to_yaml
+from scalerun.distributed.ranks import Control
 
 CONFIG_FILE = "config.yaml"
 COMMAND_FILE = "command.txt"
@@ -24,18 +26,28 @@ _LIBRARIES = ("torch", "numpy", "omegaconf", "sentencepiece", "tokenizers")
 
 
 class RunFolder:
-    """A run's folder, held by one process at a time.
+    """A run's folder, held by one run at a time.
 
     Entering makes the folder and locks it; a process that is killed gives the lock back.
+
+    Args:
+        path: of the folder.
+        control: the ranks of the run, of which one holds the lock and writes.
 
     Raises:
         UserError: the folder cannot be written, or another run is using it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, control: Control | None = None) -> None:
         self.path = path
+        self.control = control or Control()
+        self._lock: IO[str] | None = None
 
     def __enter__(self) -> Self:
+        self.control.on_main(self._take)
+        return self
+
+    def _take(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / _LOCK_FILE).open("w")
@@ -52,10 +64,10 @@ class RunFolder:
                 f"--save-dir {self.path} is in use by another run; wait for it or choose another "
                 "folder"
             ) from None
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def write_description(
         self, cfg: ScalerunConfig, words: list[str], *, command: str = "scalerun.cli.train"
@@ -68,17 +80,23 @@ class RunFolder:
             words: the command's arguments.
             command: the module that was run.
         """
-        self._write(CONFIG_FILE, to_yaml(cfg))
-        self._write(COMMAND_FILE, shlex.join(["python", "-m", command, *words]) + "\n")
-        self._write(VERSIONS_FILE, json.dumps(versions(), indent=2) + "\n")
+        files = {
+            CONFIG_FILE: to_yaml(cfg),
+            COMMAND_FILE: shlex.join(["python", "-m", command, *words]) + "\n",
+            VERSIONS_FILE: json.dumps(versions(), indent=2) + "\n",
+        }
+        self.control.on_main(lambda: self._write(files))
 
-    def _write(self, name: str, text: str) -> None:
-        temporary = self.path / f".{name}.new"
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(self.path / name)
-        except OSError as error:
-            raise UserError(f"{self.path / name} cannot be written: {error.strerror}") from error
+    def _write(self, files: Mapping[str, str]) -> None:
+        for name, text in files.items():
+            temporary = self.path / f".{name}.new"
+            try:
+                temporary.write_text(text, encoding="utf-8")
+                temporary.replace(self.path / name)
+            except OSError as error:
+                raise UserError(
+                    f"{self.path / name} cannot be written: {error.strerror}"
+                ) from error
 
 
 def versions() -> dict[str, str | None]:

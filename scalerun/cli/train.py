@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalerun.cli.entry import run_cli
+from scalerun.cli.launch import on_every_rank
 from scalerun.cli.registries import CHOOSERS
 from scalerun.cli.run_folder import RunFolder
 from scalerun.dataclass.configs import ScalerunConfig
 from scalerun.dataclass.parser import parse_config
-from scalerun.distributed.launch import refuse_many_processes
+from scalerun.distributed.ranks import Ranks
 from scalerun.distributed.stop_signal import StopSignal
 from scalerun.logging.console import setup_logging
 from scalerun.plugins import load_plugins
@@ -20,17 +21,29 @@ from scalerun.plugins import load_plugins
 def main(argv: Sequence[str] | None = None) -> int:
     """Train until the run ends or a signal stops it; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    refuse_many_processes()
     cfg = parse_config(
         ScalerunConfig, words, prog="scalerun-train", choosers=CHOOSERS, load_plugins=load_plugins
     )
+    return on_every_rank(cfg, lambda ranks: train(cfg, words, ranks))
+
+
+def train(cfg: ScalerunConfig, words: list[str], ranks: Ranks) -> int:
+    """One rank's part of the run."""
     # Only now, so that --help and a mistyped flag need not wait for torch's distributed packages.
     from scalerun.cli.assembly import build_parts
     from scalerun.trainer import Trainer
 
-    setup_logging(cfg.common.log_format, log_file=cfg.common.log_file)
-    with StopSignal() as stop_signal, RunFolder(Path(cfg.checkpoint.save_dir)) as folder:
-        parts = build_parts(cfg, folder.path)
+    setup_logging(
+        cfg.common.log_format,
+        log_file=cfg.common.log_file,
+        rank=ranks.rank,
+        world_size=ranks.size,
+    )
+    with (
+        StopSignal() as stop_signal,
+        RunFolder(Path(cfg.checkpoint.save_dir), ranks.control) as folder,
+    ):
+        parts = ranks.control.together(lambda: build_parts(cfg, folder.path, ranks))
         with parts.sinks, parts.checkpoints:
             trainer = Trainer(cfg, parts, stop_signal)
             trainer.resume()

@@ -1,44 +1,244 @@
-"""How a process starts: device, seeds."""
+"""How a process starts and ends: device, seeds, the processes it trains with."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
 
-from scalerun.dataclass.errors import ConfigError
+from scalerun.dataclass.configs import DistributedConfig
+from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.distributed.mesh import build_meshes, parallel_dims
+from scalerun.distributed.ranks import Control, Ranks
+
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells each process in its environment."""
+FLIGHT_RECORDER = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+}
+"""NCCL then remembers its last collectives, and writes them to a file where one times out."""
+SLURM_PORTS = (20000, 10000)
+"""First port, and number of ports, that jobs without ``--distributed-port`` are spread over."""
 
 
-def refuse_many_processes() -> None:
-    """Stop when a launcher started several processes: each would train the same model alone.
+@dataclass(frozen=True)
+class Rendezvous:
+    """Which of several processes this one is, and where they meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Among the processes of this host: the number of its GPU."""
+    address: str
+    """Of the host of the store."""
+    port: int
+    hosts_store: bool
+    """Whether this process keeps the store, rather than a launcher."""
+    attempt: str = "0"
+    """Counts the restarts of a launcher that keeps its store."""
+
+
+def find_rendezvous(
+    cfg: DistributedConfig, environment: Mapping[str, str] = os.environ
+) -> Rendezvous | None:
+    """What torchrun or Slurm says of this process; None if neither started it.
 
     Raises:
-        ConfigError: the environment says that this process is one of several.
+        ConfigError: the launcher's number of processes is not ``--distributed-world-size``.
     """
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size != "1":
+    found = _torchrun(environment) or _slurm(cfg, environment)
+    wanted = cfg.distributed_world_size
+    if found is not None and wanted is not None and wanted != found.world_size:
         raise ConfigError(
-            f"WORLD_SIZE is {world_size}, but this version trains in one process; start it without "
-            "torchrun"
+            f"--distributed-world-size is {wanted}, but the launcher started {found.world_size} "
+            "processes; leave the flag out"
         )
+    return found
 
 
-def choose_device(*, cpu: bool) -> torch.device:
-    """The device to compute on: a GPU where there is one, unless ``--cpu`` is given."""
-    if torch.cuda.is_available() and not cpu:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+def _torchrun(environment: Mapping[str, str]) -> Rendezvous | None:
+    given = [name for name in LAUNCHED if name in environment]
+    if "RANK" not in given and "WORLD_SIZE" not in given:
+        return None
+    missing = sorted(set(LAUNCHED) - set(given))
+    if missing:
+        raise ConfigError(
+            f"{given[0]} is set in the environment, but {', '.join(missing)} is not; start with "
+            "torchrun, or unset it"
+        )
+    return Rendezvous(
+        rank=int(environment["RANK"]),
+        world_size=int(environment["WORLD_SIZE"]),
+        local_rank=int(environment["LOCAL_RANK"]),
+        address=environment["MASTER_ADDR"],
+        port=int(environment["MASTER_PORT"]),
+        # The agent of torchrun may keep the store, which it then uses again after a restart.
+        hosts_store=environment["RANK"] == "0"
+        and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
 
 
-def seed_forward(seed: int, update: int, batch: int, data_rank: int = 0) -> None:
+def _slurm(cfg: DistributedConfig, environment: Mapping[str, str]) -> Rendezvous | None:
+    """One process per task of an ``srun`` step."""
+    world_size = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if world_size == 1 or "SLURM_PROCID" not in environment:
+        return None
+    first, count = SLURM_PORTS
+    rank = int(environment["SLURM_PROCID"])
+    return Rendezvous(
+        rank=rank,
+        world_size=world_size,
+        local_rank=int(environment["SLURM_LOCALID"]),
+        address=_first_host(environment["SLURM_STEP_NODELIST"]),
+        port=cfg.distributed_port or first + int(environment["SLURM_JOB_ID"]) % count,
+        hosts_store=rank == 0,
+        attempt=environment.get("SLURM_RESTART_COUNT", "0"),
+    )
+
+
+def _first_host(nodes: str) -> str:
+    if not any(mark in nodes for mark in "[,"):
+        return nodes
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"'{' '.join(command)}' failed, so the hosts are not known") from error
+    return listed.split()[0]
+
+
+def join(rendezvous: Rendezvous, cfg: DistributedConfig, device: torch.device) -> Ranks:
+    """Meet the other processes; :func:`leave` them at the end.
+
+    Raises:
+        ConfigError: the degrees of parallelism do not fit the number of processes.
+        UserError: the others did not come.
+    """
+    parallel_dims(cfg, rendezvous.world_size)
+    for name, value in FLIGHT_RECORDER.items():
+        os.environ.setdefault(name, value)
+    timeout = timedelta(seconds=cfg.distributed_timeout_seconds)
+    rank, world_size = rendezvous.rank, rendezvous.world_size
+    dist = torch.distributed
+    try:
+        store = dist.TCPStore(
+            rendezvous.address,
+            rendezvous.port,
+            world_size,
+            is_master=rendezvous.hosts_store,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            # Without the prefix a restarted process would read its predecessor's address.
+            store=dist.PrefixStore(f"attempt_{rendezvous.attempt}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise UserError(
+            f"rank {rank} did not meet the other {world_size - 1} ranks at {rendezvous.address}:"
+            f"{rendezvous.port} within {cfg.distributed_timeout_seconds} s; see that all were "
+            "started and reach that host, or raise --distributed-timeout-seconds"
+        ) from error
+    return form_ranks(cfg, device.type, local_rank=rendezvous.local_rank)
+
+
+def form_ranks(cfg: DistributedConfig, device_type: str, *, local_rank: int) -> Ranks:
+    """The axes and channels of a process group that is there; every process calls it.
+
+    Raises:
+        ConfigError: the degrees of parallelism do not fit the number of processes.
+    """
+    dist = torch.distributed
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dims = parallel_dims(cfg, world_size)
+    timeout = timedelta(seconds=cfg.distributed_timeout_seconds)
+    control, saving = (
+        Control(rank, world_size, dist.new_group(backend="gloo", timeout=timeout)) for _ in range(2)
+    )
+    meshes = build_meshes(dims, device_type, sequence_parallel=cfg.sequence_parallel)
+    return Ranks(dims, control=control, saving=saving, meshes=meshes, local_rank=local_rank)
+
+
+def leave(ranks: Ranks) -> None:
+    """Wait for the others and take the process group down; then :func:`end_process`."""
+    if ranks.size > 1:
+        ranks.control.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def end_process(code: int) -> NoReturn:
+    """End at once, without the interpreter's own teardown, in which threads of gloo may abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def refuse_unequal(settings: Mapping[str, Any], ranks: Ranks) -> None:
+    """Stop where the ranks were not given the same settings.
+
+    Raises:
+        ConfigError: names the first difference.
+    """
+    first, *others = ranks.control.gather(dict(_leaves(settings)))
+    for rank, other in enumerate(others, start=1):
+        for name in sorted(first.keys() | other.keys()):
+            if first.get(name) != other.get(name):
+                raise ConfigError(
+                    f"rank 0 was given --{name.replace('_', '-')} {first.get(name)} and rank "
+                    f"{rank} {other.get(name)}; give every rank the same command"
+                )
+
+
+def _leaves(settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    found = []
+    for name, value in settings.items():
+        found += _leaves(value) if isinstance(value, Mapping) else [(name, value)]
+    return found
+
+
+def choose_device(*, cpu: bool, local_rank: int = 0) -> torch.device:
+    """The device to compute on: a GPU where there is one, unless ``--cpu`` is given.
+
+    Args:
+        local_rank: number of the GPU.
+
+    Raises:
+        UserError: there are fewer GPUs than processes on this host.
+    """
+    if cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"this host has {count} GPUs and was given a process for GPU {local_rank}; start at "
+            f"most {count} processes on it"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def seed_forward(seed: int, update: int, batch: int) -> None:
     """Set torch's generators for one forward and backward pass.
 
     Dropout is thereby a function of the seed and the place in the run; nothing has to be saved for
-    a resumed run to draw the same masks.
+    a resumed run to draw the same masks, and other ranks that read the same batch draw the same.
 
     Args:
         update: finished updates.
-        batch: index of the batch in its update.
+        batch: index of the batch among those of all ranks in its update.
     """
-    torch.manual_seed(zlib.crc32(f"{seed}/{update}/{batch}/{data_rank}".encode()))
+    torch.manual_seed(zlib.crc32(f"{seed}/{update}/{batch}".encode()))

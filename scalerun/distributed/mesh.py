@@ -52,6 +52,18 @@ class ParallelDims:
         """Ranks, or groups of them, that read other batches."""
         return self.gradient_size // self.sequence
 
+    def describe(self) -> str:
+        """The degrees above 1, for people."""
+        degrees = {
+            "copies": self.replicate,
+            "shards": self.shard,
+            "tensor": self.tensor,
+            "expert": self.expert,
+            "sequence": self.sequence,
+        }
+        words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+        return f"{self.world_size} ranks ({', '.join(words)})"
+
 
 @dataclass(frozen=True)
 class ModelMeshes:
@@ -81,6 +93,8 @@ class Meshes:
     """(dp_replicate, dp_shard, tp)"""
     sparse: DeviceMesh
     """(efsdp, ep, tp): ``ep`` holds other experts, ``efsdp`` parts or copies of the same ones."""
+    gradient: DeviceMesh
+    """One axis: the ranks that see other tokens."""
     model: ModelMeshes
 
 
@@ -112,7 +126,27 @@ def parallel_dims(cfg: DistributedConfig, world_size: int) -> ParallelDims:
                     f"--ddp-backend none leaves {of} without each other's gradients; give "
                     "fully_sharded or pytorch_ddp"
                 )
+    if cfg.deterministic_reduce:
+        _check_deterministic(cfg, data)
     return ParallelDims(replicate, data // replicate, tensor, expert, sequence)
+
+
+def _check_deterministic(cfg: DistributedConfig, data: int) -> None:
+    """Refuse layouts whose sums have an order of their own."""
+    if data & (data - 1):
+        raise ConfigError(
+            f"--deterministic-reduce needs 1, 2, 4, 8 ... data-parallel ranks, and there are {data}"
+        )
+    for flag, value, most in (
+        ("--expert-parallel-size", cfg.expert_parallel_size, 1),
+        ("--seq-parallel-size", cfg.seq_parallel_size, 1),
+        ("--replicate-size", cfg.replicate_size, 2),
+    ):
+        if value > most:
+            raise ConfigError(
+                f"--deterministic-reduce does not go with {flag} {value}, which adds in an order "
+                f"of its own; give at most {most}"
+            )
 
 
 def build_meshes(
@@ -131,6 +165,9 @@ def build_meshes(
         (dims.gradient_size // dims.expert, dims.expert, dims.tensor),
         mesh_dim_names=("efsdp", "ep", "tp"),
     )
+    gradient = init_device_mesh(
+        device_type, (dims.gradient_size, dims.tensor), mesh_dim_names=("dp", "tp")
+    )["dp"]
     sequence = None
     if dims.sequence > 1:
         shape = (dims.data_size, dims.sequence, dims.tensor)
@@ -142,7 +179,7 @@ def build_meshes(
         sequence=sequence,
         sequence_parallel=sequence_parallel and dims.tensor > 1,
     )
-    return Meshes(dense, sparse, model)
+    return Meshes(dense, sparse, gradient, model)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -85,8 +85,8 @@ class Metrics:
         return record
 
     def state_dict(self) -> MetricsState:
-        """What was added since the last flush on this rank, as JSON values; exact."""
-        flat = _on_host([number for pair in self._means.values() for number in pair])
+        """What was added since the last flush, as JSON values; exact. Every rank calls it."""
+        flat = self._sums_on_host()
         return {
             "means": {name: flat[2 * i : 2 * i + 2] for i, name in enumerate(self._means)},
             "last": {
@@ -111,6 +111,11 @@ class Metrics:
                 "the checkpoint's statistics cannot be read; start a new run from it: "
                 "--save-dir NEW --restore-file OLD --reset-meters"
             ) from error
+
+    def forget_sums(self) -> None:
+        """Make all sums 0; their names stay."""
+        for name, (total, weight) in self._means.items():
+            self._means[name] = (_zero(total), _zero(weight))
 
     def _grow(self, name: str, total: Number, weight: Number) -> None:
         total, weight = _exact(total), _exact(weight)
@@ -137,6 +142,10 @@ def _exact(number: Number) -> Number:
         copy = number.detach().to(torch.float64, copy=True)
         return copy.reshape(()) if copy.shape == (1,) else copy
     return float(number)
+
+
+def _zero(number: Number) -> Number:
+    return torch.zeros_like(number) if isinstance(number, Tensor) else 0.0
 
 
 def _loaded(saved: Average) -> Number:

@@ -18,6 +18,7 @@ from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.models.tensor_parallel import check_tensor_parallel
 from scalerun.modules.init import initialize
+from scalerun.modules.moe.experts import Experts
 from scalerun.registry import Registry, unknown_name
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,10 @@ class BaseModel(nn.Module, ABC):
     @abstractmethod
     def shard_units(self) -> list[nn.Module]:
         """Modules that are each compiled, recomputed and sharded as one."""
+
+    def expert_units(self) -> list[nn.Module]:
+        """Modules whose parameters are stacks over experts, which an axis of their own may cut."""
+        return [module for module in self.modules() if isinstance(module, Experts)]
 
     @abstractmethod
     def training_flops_per_token(self, sequence_length: int) -> int:

@@ -59,9 +59,19 @@ class Adam(BaseOptimizer):
     def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         beta1, beta2 = self.cfg.adam_betas
         if self.cfg.adam_implementation == "apex":
+            if self.same_bits:
+                raise ConfigError(
+                    "--adam-implementation apex and --deterministic-reduce exclude each other: its "
+                    "rounding depends on how tensors are cut; leave one out"
+                )
             return build_apex_adamw(groups, betas=(beta1, beta2), eps=self.cfg.adam_eps)
         return torch.optim.AdamW(
-            groups, lr=0.0, betas=(beta1, beta2), eps=self.cfg.adam_eps, fused=True
+            groups,
+            lr=0.0,
+            betas=(beta1, beta2),
+            eps=self.cfg.adam_eps,
+            fused=not self.same_bits,
+            foreach=self.same_bits,
         )
 
     def blank_state(self, param: nn.Parameter) -> dict[str, Tensor]:

@@ -53,15 +53,22 @@ class BaseOptimizer(ABC):
     Args:
         cfg: the optimizer's settings.
         named_params: canonical names and parameters; those without ``requires_grad`` are left out.
+        same_bits: step each element by the same operations, wherever its tensor is cut. Fused
+            kernels round the last elements of a tensor in another way.
 
     Raises:
         ConfigError: nothing is left to train, or a name pattern matches no parameter.
     """
 
     def __init__(
-        self, cfg: OptimizerConfig, named_params: Iterable[tuple[str, nn.Parameter]]
+        self,
+        cfg: OptimizerConfig,
+        named_params: Iterable[tuple[str, nn.Parameter]],
+        *,
+        same_bits: bool = False,
     ) -> None:
         self.cfg = cfg
+        self.same_bits = same_bits
         self.named_params = {name: p for name, p in named_params if p.requires_grad}
         if not self.named_params:
             raise ConfigError("the model has no parameter to train")
@@ -166,7 +173,11 @@ register_optimizer = OPTIMIZER_REGISTRY.register
 
 
 def build_optimizer(
-    cfg: ScalerunDataclass, named_params: Iterable[tuple[str, nn.Parameter]]
+    cfg: ScalerunDataclass,
+    named_params: Iterable[tuple[str, nn.Parameter]],
+    *,
+    same_bits: bool = False,
 ) -> BaseOptimizer:
-    """Build the optimizer that ``cfg`` describes."""
-    return OPTIMIZER_REGISTRY.class_for(cfg)(cfg, named_params)  # type: ignore[arg-type]
+    """Build the optimizer that ``cfg`` describes; see :class:`BaseOptimizer`."""
+    kind = OPTIMIZER_REGISTRY.class_for(cfg)
+    return kind(cfg, named_params, same_bits=same_bits)  # type: ignore[arg-type]

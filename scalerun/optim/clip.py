@@ -91,16 +91,17 @@ def grad_norm(named_params: Mapping[str, nn.Parameter], norm_type: NormType = "l
             arXiv:2211.13184). Its released sample scales copies of the experts' gradients, so that
             these are never clipped; here they are.
     """
-    groups: dict[tuple[int, Any, torch.device], list[Tensor]] = defaultdict(list)
+    groups: dict[tuple[int, Any, tuple[int, ...], torch.device], list[Tensor]] = defaultdict(list)
     for name, param in named_params.items():
         if param.grad is not None:
             num_experts = param.shape[0] if is_expert_parameter(name) else 0
             mesh = getattr(param.grad, "device_mesh", None)
-            groups[num_experts, mesh, param.grad.device].append(param.grad)
+            axes = _sharded_axes(param.grad)
+            groups[num_experts, mesh, axes, param.grad.device].append(param.grad)
     dense: list[Tensor] = []
     expert: list[Tensor] = []
     weighted: list[Tensor] = []
-    for (num_experts, _, _), grads in groups.items():
+    for (num_experts, *_), grads in groups.items():
         norm = _group_norm(grads, norm_type)
         (expert if num_experts else dense).append(norm)
         weighted.append(norm * num_experts**-0.5 if num_experts else norm)
@@ -122,10 +123,10 @@ def multiply_grads(grads: Iterable[Tensor], factor: Tensor | float) -> None:
 
 def _combined(norms: list[Tensor], norm_type: NormType) -> Tensor:
     """The norm of vectors that have these norms."""
-    if len(norms) <= 1:
-        return norms[0] if norms else torch.zeros(())
+    if not norms:
+        return torch.zeros(())
     stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
-    return torch.linalg.vector_norm(stacked, _order(norm_type))
+    return torch.linalg.vector_norm(stacked, _order(norm_type)).float()
 
 
 def _order(norm_type: NormType) -> float:
@@ -133,10 +134,25 @@ def _order(norm_type: NormType) -> float:
 
 
 def _group_norm(grads: list[Tensor], norm_type: NormType) -> Tensor:
-    """The norm of tensors on one mesh and device, as a plain float32 scalar."""
-    if any(grad.dtype != torch.float32 for grad in grads):
-        norms = [torch.linalg.vector_norm(g, _order(norm_type), dtype=torch.float32) for g in grads]
-    else:
-        norms = list(torch._foreach_norm(grads, _order(norm_type)))
-    norm = torch.linalg.vector_norm(torch.stack(norms), _order(norm_type))
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    """The norm of tensors that lie on the same axes, as a plain float64 scalar.
+
+    In float64 its float32 value is the same however the tensors are cut.
+    """
+    order = _order(norm_type)
+    norms = torch._foreach_norm([local_part(grad) for grad in grads], order, dtype=torch.float64)
+    norm = torch.linalg.vector_norm(torch.stack(norms), order)
+    for axis in _sharded_axes(grads[0]):
+        group = grads[0].device_mesh.get_group(axis)  # type: ignore[attr-defined]
+        if norm_type == "inf":
+            torch.distributed.all_reduce(norm, torch.distributed.ReduceOp.MAX, group=group)
+        else:
+            norm = norm.square()
+            torch.distributed.all_reduce(norm, group=group)
+            norm = norm.sqrt()
+    return norm
+
+
+def _sharded_axes(grad: Tensor) -> tuple[int, ...]:
+    """The axes of a DTensor's mesh whose ranks hold other parts of it; none for a plain tensor."""
+    placements = getattr(grad, "placements", ())
+    return tuple(axis for axis, placement in enumerate(placements) if not placement.is_replicate())

@@ -26,7 +26,8 @@ def build_param_groups(
     ``decay_all`` is set; the dimension over which experts are stacked does not count. One whose
     name matches a pattern of ``decay_exclude`` never decays. The first pattern of ``lr_scale`` that
     matches a name decides its factor, 1 without a match. Patterns are shell-style: ``*`` stands for
-    any characters, dots included.
+    any characters, dots included. Kernels take no mixture of plain tensors and DTensors, so these
+    are apart too.
 
     Returns:
         Groups with the keys ``params``, ``names``, ``weight_decay`` and ``lr_scale``, in order of
@@ -38,14 +39,14 @@ def build_param_groups(
     lr_scale = lr_scale or {}
     _check_patterns("--weight-decay-exclude", decay_exclude, named_params)
     _check_patterns("--lr-scale", tuple(lr_scale), named_params)
-    groups: dict[tuple[bool, float], dict[str, Any]] = {}
+    groups: dict[tuple[bool, float, bool], dict[str, Any]] = {}
     for name, param in named_params.items():
         decays = decay_all or param.ndim - is_expert_parameter(name) >= 2
         if any(fnmatchcase(name, pattern) for pattern in decay_exclude):
             decays = False
         scale = next((f for pattern, f in lr_scale.items() if fnmatchcase(name, pattern)), 1.0)
         group = groups.setdefault(
-            (decays, scale),
+            (decays, scale, hasattr(param, "device_mesh")),
             {
                 "params": [],
                 "names": [],

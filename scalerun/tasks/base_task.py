@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ from scalerun.data.layout import TRAIN
 from scalerun.data.tokenizer import BaseTokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
+from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.models.base_model import BaseModel, build_model
 from scalerun.registry import Registry
 
@@ -90,12 +91,22 @@ class BaseTask(ABC):
         """
 
     def build_model(
-        self, model_cfg: ScalerunDataclass, *, seed: int, device: torch.device
+        self,
+        model_cfg: ScalerunDataclass,
+        *,
+        seed: int,
+        device: torch.device,
+        meshes: ModelMeshes = ONE_RANK,
+        prepare: Callable[[BaseModel], None] = lambda model: None,
     ) -> BaseModel:
         """The model for this task's vocabulary, with drawn weights.
 
+        Args:
+            meshes: axes to spread layers over.
+            prepare: called with the model while it is shapes alone.
+
         Raises:
-            ConfigError: the task's sequences are longer than the model's positions.
+            ConfigError: the model cannot do this task.
         """
         model = build_model(
             model_cfg,
@@ -103,14 +114,24 @@ class BaseTask(ABC):
             padding_idx=self.dictionary.pad,
             seed=seed,
             device=device,
+            meshes=meshes,
+            prepare=prepare,
         )
+        self.check_model(model, model_cfg)
+        return model
+
+    def check_model(self, model: BaseModel, model_cfg: ScalerunDataclass) -> None:
+        """Refuse a model that cannot do this task.
+
+        Raises:
+            ConfigError: the task's sequences are longer than the model's positions.
+        """
         positions = model.max_positions()
         if positions is not None and self.sequence_length > positions:
             raise ConfigError(
                 f"--tokens-per-sample {self.sequence_length} is above the model's {positions} "
                 "positions; lower it or raise --max-target-positions"
             )
-        return model
 
     def train_step(
         self, batch: Batch, model: nn.Module, criterion: BaseCriterion

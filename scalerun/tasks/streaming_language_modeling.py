@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from scalerun.data.collate import Collater
 from scalerun.data.layout import TRAIN, VALID, Split, data_folder, find_sets, find_split
 from scalerun.data.mixture_dataset import Mixture
@@ -107,10 +105,8 @@ class StreamingLanguageModelingTask(BaseTask):
         self._described: dict[Any, int] = {}
         """Shards of each dataset that the last report covered."""
 
-    def build_model(
-        self, model_cfg: ScalerunDataclass, *, seed: int, device: torch.device
-    ) -> BaseModel:
-        model = super().build_model(model_cfg, seed=seed, device=device)
+    def check_model(self, model: BaseModel, model_cfg: ScalerunDataclass) -> None:
+        super().check_model(model, model_cfg)
         if not isinstance(model, BaseDecoder):
             raise ConfigError(
                 f"--arch {model_cfg._name} does not predict the next token, which is what --task "
@@ -121,7 +117,6 @@ class StreamingLanguageModelingTask(BaseTask):
                 f"--document-masking needs attention, and the mixers of --arch {model_cfg._name} "
                 "have a rule of their own; remove it"
             )
-        return model
 
     @classmethod
     def setup_task(

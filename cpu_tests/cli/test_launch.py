@@ -1,0 +1,96 @@
+"""Several processes started by the command itself."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+TWO = ("--distributed-world-size", "2")
+ENDLESS = ("--max-update", "100000", "--save-dir", "run", "--no-epoch-checkpoints")
+
+
+def children(pid):
+    """Processes that a process has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[1]) == pid:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def wait_for(condition, what, seconds=90):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"no {what}"
+        time.sleep(0.05)
+
+
+def has_trained(save_dir, updates=2):
+    path = save_dir / "metrics.jsonl"
+    return path.exists() and path.read_text().count("gnorm") >= updates
+
+
+def test_two_ranks_train_as_one_process_does(run, corpus, tiny, tmp_path, records):
+    for name, words in (("one", ["--update-freq", "2"]), ("two", TWO)):
+        command = run("train", corpus, *tiny, *words, "--max-update", "3", "--save-dir", name)
+        assert command.code == 0, command.stderr
+    one, two = (records(tmp_path / name, "train") for name in ("one", "two"))
+    assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-5)
+    assert [r["gnorm"] for r in two] == pytest.approx([r["gnorm"] for r in one], rel=1e-4)
+    for kind in ("train", "valid"):
+        assert len(records(tmp_path / "two", kind)) == len(records(tmp_path / "one", kind))
+    manifest = json.loads((tmp_path / "two/checkpoint_3/manifest.json").read_text())
+    assert manifest["world_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model-parallel-size", "3"), "error: --model-parallel-size 3 does not divide the 2"),
+        (("--ddp-backend", "none"), "error: --ddp-backend none leaves"),
+        (("--tokenizer", "none.model"), "error: --tokenizer none.model does not exist"),
+    ],
+)
+def test_a_users_error_is_said_once(words, message, run, corpus, tiny):
+    command = run("train", corpus, *tiny, *TWO, *words, "--max-update", "2")
+    assert command.code in (1, 2)
+    assert command.error.startswith(message), command.stderr
+    assert "Traceback" not in command.stderr
+
+
+def test_a_killed_rank_ends_the_run_with_one_sentence(start, corpus, tiny, tmp_path):
+    command = start("train", corpus, *tiny, *TWO, *ENDLESS)
+    wait_for(lambda: has_trained(tmp_path / "run"), "training")
+    os.kill(children(command.pid)[1], signal.SIGKILL)
+    assert command.wait() == 1
+    assert "was killed by SIGKILL" in command.error, command.stderr
+
+
+def test_a_signal_stops_all_ranks_and_the_run_goes_on(start, run, corpus, tiny, tmp_path, records):
+    command = start("train", corpus, *tiny, *TWO, *ENDLESS)
+    wait_for(lambda: has_trained(tmp_path / "run"), "training")
+    command.send(signal.SIGTERM)
+    assert command.wait() == 143, command.stderr
+    (stopped,) = records(tmp_path / "run", "event", event="stopped")
+    last = stopped["num_updates"] + 2
+    command = run("train", corpus, *tiny, *TWO, *ENDLESS, "--max-update", str(last))
+    assert command.code == 0, command.stderr
+    seen = [r["num_updates"] for r in records(tmp_path / "run", "train")]
+    assert seen == list(range(1, last + 1))
+
+
+def test_ranks_do_not_outlive_the_command(start, corpus, tiny, tmp_path):
+    command = start("train", corpus, *tiny, *TWO, *ENDLESS)
+    wait_for(lambda: has_trained(tmp_path / "run"), "training")
+    ranks = children(command.pid)
+    assert len(ranks) == 2
+    command.kill()
+    wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), "end of the ranks")

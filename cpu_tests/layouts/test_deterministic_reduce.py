@@ -1,0 +1,50 @@
+"""``--deterministic-reduce``: equal bits of the weights at every number of data-parallel ranks."""
+
+import hashlib
+
+import pytest
+
+from cpu_tests.conftest import make_corpus
+from cpu_tests.layouts.training import ARCHITECTURES, make_trainer, train, whole
+from cpu_tests.world import run_world
+
+LAYOUTS = {
+    "shard 2": (2, []),
+    "copies 2": (2, ["--ddp-backend", "pytorch_ddp"]),
+    "shard 4": (4, []),
+    "copies 4": (4, ["--ddp-backend", "pytorch_ddp"]),
+    "copies 2 x shard 2": (4, ["--replicate-size", "2"]),
+}
+
+
+def digest(data, home, updates, *, data_size=1, flags=()):
+    words = [*ARCHITECTURES["dense"], "--deterministic-reduce", "--no-save", *flags]
+    trainer = make_trainer(data, home, words, updates=updates, data_size=data_size)
+    train(trainer)
+    content = hashlib.sha256()
+    for name, param in sorted(trainer.model.named_parameters()):
+        content.update(name.encode() + whole(param).numpy().tobytes())
+    return content.hexdigest()
+
+
+def check(tmp_path, updates):
+    data = make_corpus(tmp_path / "data")
+    expected = digest(data, tmp_path / "alone", updates)
+    for name, (size, flags) in LAYOUTS.items():
+        home = tmp_path / name.replace(" ", "_")
+        found = run_world(
+            size,
+            lambda rank, home=home, size=size, flags=flags: digest(
+                data, home, updates, data_size=size, flags=flags
+            ),
+        )
+        assert set(found) == {expected}, name
+
+
+def test_weights_have_equal_bits(tmp_path):
+    check(tmp_path, 10)
+
+
+@pytest.mark.long
+def test_weights_have_equal_bits_after_100_updates(tmp_path):
+    check(tmp_path, 100)

@@ -1,0 +1,64 @@
+"""Every layout trains the same model: losses, norms and gradients are those of one process."""
+
+import pytest
+import torch
+
+from cpu_tests.conftest import make_corpus
+from cpu_tests.layouts.training import ARCHITECTURES, make_trainer, train
+from cpu_tests.world import run_world
+
+UPDATES = 5
+LAYOUTS = {
+    "shard 2": (2, 2, []),
+    "copies 2": (2, 2, ["--ddp-backend", "pytorch_ddp"]),
+    "copies 2 x shard 2": (4, 4, ["--replicate-size", "2", "--no-reshard-after-forward"]),
+}
+"""Ranks, those of them that read other batches, and flags."""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The runs of one process, by architecture."""
+    home = tmp_path_factory.mktemp("alone")
+    data = make_corpus(home / "data")
+    runs = {
+        name: train(make_trainer(data, home / name, [*words, "--no-save"], updates=UPDATES))
+        for name, words in ARCHITECTURES.items()
+    }
+    return data, runs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_changes_no_number(layout, alone, tmp_path):
+    data, expected = alone
+    size, data_size, flags = LAYOUTS[layout]
+
+    def work(rank):
+        return {
+            name: train(
+                make_trainer(
+                    data,
+                    tmp_path / name,
+                    [*words, *flags, "--no-save"],
+                    updates=UPDATES,
+                    data_size=data_size,
+                )
+            )
+            for name, words in ARCHITECTURES.items()
+        }
+
+    results = run_world(size, work)
+    for name, reference in expected.items():
+        agree(reference, results[0][name], f"{name} at {layout}")
+        read = sorted(i for run in results for i in run[name].sample_ids)
+        assert read == sorted(reference.sample_ids)
+
+
+def agree(expected, found, what):
+    norm = torch.stack([grad.norm() for grad in expected.gradients.values()]).norm()
+    assert found.gradients.keys() == expected.gradients.keys(), what
+    for name, gradient in expected.gradients.items():
+        difference = (found.gradients[name] - gradient).norm() / norm
+        assert difference < 1e-5, f"{what}: {name} differs by {difference}"
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5), what
+    assert found.norms == pytest.approx(expected.norms, rel=1e-4), what

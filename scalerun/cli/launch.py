@@ -1,0 +1,72 @@
+"""Runs a command's work on every rank, whoever starts them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+
+from scalerun.cli.entry import outcome
+from scalerun.dataclass.configs import ScalerunConfig
+from scalerun.dataclass.errors import UserError
+from scalerun.distributed.launch import (
+    Rendezvous,
+    choose_device,
+    end_process,
+    find_rendezvous,
+    join,
+    leave,
+    refuse_unequal,
+)
+from scalerun.distributed.local_ranks import run_local_ranks
+from scalerun.distributed.mesh import parallel_dims
+from scalerun.distributed.ranks import ALONE, Ranks
+
+logger = logging.getLogger(__name__)
+
+Work = Callable[[Ranks], int]
+"""What each rank does; gives its exit code."""
+
+
+def on_every_rank(cfg: ScalerunConfig, work: Work) -> int:
+    """Do the work in this process, in processes started here, or as one of a launcher's.
+
+    Returns:
+        The exit code. A process that a launcher started ends in here.
+
+    Raises:
+        UserError: what a rank raised.
+    """
+    place = find_rendezvous(cfg.distributed)
+    world_size = place.world_size if place else cfg.distributed.distributed_world_size or 1
+    parallel_dims(cfg.distributed, world_size)  # refused before any process starts
+    if world_size == 1:
+        return work(ALONE)
+    if place is not None:
+        code, error = outcome(lambda: as_rank(cfg, place, work))
+        if error is not None:
+            print(f"error: rank {place.rank}: {error}", file=sys.stderr)
+        end_process(code)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max((os.cpu_count() or 1) // world_size, 1))
+    code, error = run_local_ranks(
+        world_size, lambda place: outcome(lambda: as_rank(cfg, place, work))
+    )
+    if error is not None:
+        failure = UserError(error)
+        failure.exit_code = code
+        raise failure
+    return code
+
+
+def as_rank(cfg: ScalerunConfig, place: Rendezvous, work: Work) -> int:
+    """Meet the others, do the work, leave them."""
+    device = choose_device(cpu=cfg.common.cpu, local_rank=place.local_rank)
+    ranks = join(place, cfg.distributed, device)
+    refuse_unequal(cfg.to_dict(), ranks)
+    code = work(ranks)
+    leave(ranks)
+    return code

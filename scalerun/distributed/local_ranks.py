@@ -1,0 +1,156 @@
+"""Starts the ranks of a run on this host, where no launcher did, and watches over them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+
+import torch
+
+from scalerun.distributed.launch import Rendezvous, end_process
+
+ADDRESS = "127.0.0.1"
+GRACE_SECONDS = 10.0
+"""How long the other ranks may go on after one has failed."""
+POLL_SECONDS = 0.05
+PARENT_CHECK_SECONDS = 1.0
+
+Outcome = tuple[int, str | None]
+"""A process's exit code, and its error in one sentence if it has one."""
+
+
+@dataclass
+class _Child:
+    """One rank, as its parent sees it."""
+
+    rank: int
+    pid: int
+    pipe: int
+    code: int | None = None
+
+
+def run_local_ranks(world_size: int, work: Callable[[Rendezvous], Outcome]) -> Outcome:
+    """Call ``work`` in ``world_size`` forked processes, and wait for all of them.
+
+    Signals are handed on. Where a rank fails the others are ended, and where all say the same it is
+    said once.
+
+    Args:
+        world_size: processes to start. The caller must not have used threads or a GPU yet.
+        work: ends with an exit code and an error.
+
+    Returns:
+        The first failure, or 0.
+    """
+    # The parent keeps the store: it lives longest, and the port is free without a guess.
+    store = torch.distributed.TCPStore(
+        ADDRESS, 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    children: list[_Child] = []
+    with _handed_on(children):
+        for rank in range(world_size):
+            place = Rendezvous(rank, world_size, rank, ADDRESS, store.port, hosts_store=False)
+            children.append(_fork(place, work))
+        failed = _wait(children)
+    if not failed:
+        return 0, None
+    said = [(child, _read(child.pipe)) for child in failed]
+    first, text = next(((child, text) for child, text in said if text), said[0])
+    code = first.code or 1
+    if text is None:
+        return (code, None) if code > 0 else (1, f"rank {first.rank} was killed by {_name(-code)}")
+    everybody = len(said) == world_size and len({text for _, text in said}) == 1
+    return code, text if everybody else f"rank {first.rank}: {text}"
+
+
+def _name(signum: int) -> str:
+    return signal.Signals(signum).name
+
+
+def _fork(place: Rendezvous, work: Callable[[Rendezvous], Outcome]) -> _Child:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reader, writer = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return _Child(place.rank, pid, reader)
+    code = 1
+    try:
+        os.close(reader)
+        os.setpgid(0, 0)  # a signal from the terminal comes once, from the parent
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.default_int_handler)
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+        code, error = work(place)
+        if error is not None:
+            os.write(writer, error.encode()[:60000])
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        raise
+    finally:
+        end_process(code)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent is gone."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_SECONDS)
+    os._exit(1)
+
+
+def _wait(children: list[_Child]) -> list[_Child]:
+    """Those that failed, in the order in which they did. All have ended."""
+    failed: list[_Child] = []
+    deadline = None
+    while any(child.code is None for child in children):
+        for child in children:
+            if child.code is None:
+                pid, status = os.waitpid(child.pid, os.WNOHANG)
+                if pid:
+                    child.code = os.waitstatus_to_exitcode(status)
+                    if child.code:
+                        failed.append(child)
+        if failed and deadline is None:
+            deadline = time.monotonic() + GRACE_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            _send(children, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+    # Whoever was ended for another's failure has none of its own.
+    return [child for child in failed if child.code != -signal.SIGKILL] or failed
+
+
+def _send(children: list[_Child], signum: int) -> None:
+    for child in children:
+        if child.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signum)
+
+
+@contextlib.contextmanager
+def _handed_on(children: list[_Child]) -> Iterator[None]:
+    """Hand SIGTERM and SIGINT on to the ranks; they decide when to end."""
+
+    def hand_on(signum: int, frame: FrameType | None) -> None:
+        _send(children, signum)
+
+    before = {signum: signal.signal(signum, hand_on) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _read(pipe: int) -> str | None:
+    with os.fdopen(pipe, "rb") as stream:
+        return stream.read().decode() or None

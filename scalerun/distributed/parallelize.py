@@ -1,0 +1,59 @@
+"""From a model that is shapes alone to one that several ranks train."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from scalerun.dataclass.configs import DistributedConfig
+from scalerun.distributed.gradient_sum import GradientSum, LocalSum, ReplicatedSum, ShardedSum
+from scalerun.distributed.ranks import Ranks
+from scalerun.distributed.tree_sum import TreeSum, sum_replicated
+
+
+def shards(ranks: Ranks, cfg: DistributedConfig) -> bool:
+    """Whether parameters are spread over the data-parallel ranks."""
+    return cfg.ddp_backend == "fully_sharded" and ranks.dims.gradient_size > 1
+
+
+def parallelize(
+    model: nn.Module,
+    ranks: Ranks,
+    cfg: DistributedConfig,
+    *,
+    units: list[nn.Module],
+    experts: list[nn.Module],
+) -> None:
+    """Shard a model before its weights are made; what has to be compiled is by now.
+
+    Args:
+        units: modules that are each gathered as one.
+        experts: modules whose parameters are spread over the expert axis.
+    """
+    if shards(ranks, cfg):
+        from scalerun.distributed.fsdp import shard_model  # slow to import
+
+        assert ranks.meshes is not None
+        shard_model(model, ranks.meshes, cfg, units=units, experts=experts)
+
+
+def gradient_sum(
+    model: nn.Module, ranks: Ranks, cfg: DistributedConfig, *, experts: list[nn.Module]
+) -> GradientSum:
+    """How the gradients of a model that :func:`parallelize` has seen meet."""
+    params = list(model.parameters())
+    if ranks.dims.gradient_size == 1:
+        return TreeSum(params, lambda: None) if cfg.deterministic_reduce else LocalSum()
+    assert ranks.meshes is not None
+    if shards(ranks, cfg):
+        return TreeSum(params, lambda: None) if cfg.deterministic_reduce else ShardedSum(model)
+    if cfg.deterministic_reduce:
+        return TreeSum(params, sum_replicated(params, ranks.meshes.gradient.get_group()))
+    apart = {id(param) for module in experts for param in module.parameters()}
+    whole = [param for param in model.parameters() if id(param) not in apart]
+    spread = [param for module in experts for param in module.parameters()]
+    return ReplicatedSum(
+        [
+            (whole, ranks.meshes.gradient.get_group()),
+            (spread, ranks.meshes.sparse["efsdp"].get_group()),
+        ]
+    )
