@@ -11,11 +11,13 @@ import json
 import os
 import sys
 
-COMMANDS = ("train", "validate", "interactive_cli", "train_tokenizer", "convert")
+COMMANDS = ("train", "validate", "interactive_cli", "train_tokenizer", "convert", "checkpoint")
 IMPORTED_LATE = (
     "scalerun.cli.assembly",
     "scalerun.cli.inference",
     "scalerun.cli.converted_run",
+    "scalerun.cli.averaged_run",
+    "scalerun.cli.checkpoint_report",
     "torch._dynamo",
 )
 """The last by torch's optimizers when they are made: half of the time of a small run."""

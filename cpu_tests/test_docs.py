@@ -17,6 +17,7 @@ import pytest
 import sentencepiece
 import torch
 
+from scalerun.cli.checkpoint import VERBS
 from scalerun.cli.convert import ConvertConfig
 from scalerun.cli.interactive_cli import InteractiveConfig
 from scalerun.cli.registries import CHOOSERS
@@ -39,6 +40,7 @@ SCRIPTS = {
     "scalerun-interactive": "interactive_cli",
     "scalerun-train-tokenizer": "train_tokenizer",
     "scalerun-convert": "convert",
+    "scalerun-checkpoint": "checkpoint",
 }
 SMALL = {
     "train": [
@@ -50,6 +52,7 @@ SMALL = {
     "validate": ["--cpu"],
     "interactive_cli": ["--cpu"],
     "convert": [],
+    "checkpoint": [],
 }  # fmt: skip
 """What is added to a command of the documentation, so that it takes no time."""
 
@@ -248,6 +251,7 @@ def flags_of_everything():
     """Every spelling that any command understands."""
     root = ScalerunConfig()
     groups = [InteractiveConfig(), ValidateConfig(), TrainTokenizerConfig(), ConvertConfig()]
+    groups += [config_class() for config_class, _, _ in VERBS.values()]
     groups += [g for g in vars(root).values() if isinstance(g, ScalerunDataclass)]
     groups += [c.config_for(name) for c in CHOOSERS.values() for name in c.names()]
     spellings = {

@@ -80,6 +80,10 @@ class Registry(Generic[T]):
         """All registered names, sorted."""
         return sorted(self._entries)
 
+    def kinds(self) -> list[str]:
+        """All registered names, sorted: each has settings of its own."""
+        return self.names()
+
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 

@@ -239,6 +239,7 @@ class Trainer:
         Raises:
             FloatingPointError: a loss or gradient is not finite; the weights are left untouched.
         """
+        self.ranks.note(f"update {self.num_updates + 1}")
         self.model.train()
         num_targets, num_samples = self.count_over_data(batches)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.parts.precision.device)
@@ -390,6 +391,7 @@ class Trainer:
     def validate(self) -> None:
         """Score every validation set; a signal breaks it off, to be done again after the resume."""
         self.progress.unfinished_validation = True
+        self.ranks.note(f"the validation after update {self.num_updates}")
         try:
             results = self.score()
         except UserError:
@@ -466,6 +468,7 @@ class Trainer:
 
     def save(self, *, final: bool = False) -> None:
         """Save the run as it stands, with the checkpoint metric if this update has one."""
+        self.ranks.note(f"saving after update {self.num_updates}")
         measured = self.metric is not None and self.metric[0] == self.num_updates
         if not self.cfg.checkpoint.no_save:
             self.checkpoints.save(

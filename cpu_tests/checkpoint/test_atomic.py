@@ -54,3 +54,18 @@ def test_replacing_a_file_never_shows_half_of_it(tmp_path, monkeypatch):
     atomic.replace_file(path, b"new")
     assert seen == [("old", "new")]
     assert [entry.name for entry in tmp_path.iterdir()] == ["pointer"]
+
+
+def test_a_replaced_file_is_the_old_one_until_the_new_one_is_whole(tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    with atomic.replacing(path) as stream:
+        stream.write(b"new")
+        stream.flush()
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    with pytest.raises(KeyError), atomic.replacing(path) as stream:
+        stream.write(b"half")
+        raise KeyError
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -47,6 +48,16 @@ def test_a_shortened_or_missing_file_is_found_without_reading(checkpoint):
 def test_a_manifest_that_is_none_is_damage(checkpoint, content):
     (checkpoint / MANIFEST).write_bytes(content)
     with pytest.raises(DamagedCheckpoint, match=MANIFEST):
+        read_manifest(checkpoint)
+
+
+def test_another_spelling_of_the_same_values_is_damage(checkpoint):
+    """A flipped bit makes ``1E-05`` of ``1e-05``, and may change a digit that rounding hides."""
+    replace(read_manifest(checkpoint), metric=1e-5, metric_name="loss").rewrite(checkpoint)
+    assert read_manifest(checkpoint).metric == 1e-5
+    text = (checkpoint / MANIFEST).read_text()
+    (checkpoint / MANIFEST).write_text(text.replace("1e-05", "1E-05"))
+    with pytest.raises(DamagedCheckpoint, match="does not match its own digest"):
         read_manifest(checkpoint)
 
 

@@ -4,7 +4,9 @@ import os
 import pickle
 import resource
 import warnings
+import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -38,6 +40,52 @@ def test_tensors_come_back_to_the_bit(tmp_path):
     storage.load_tensors_into(tmp_path / "c", loaded)
     for name, tensor in flat(TENSORS).items():
         assert torch.equal(loaded[name], tensor), name
+
+
+def test_each_tensor_can_be_read_alone(tmp_path):
+    storage.save_tensors(tmp_path / "c", TENSORS)
+    stored = storage.StoredTensors(tmp_path / "c")
+    assert stored.parts() == ["model", "optimizer"]
+    for part, inner in TENSORS.items():
+        found = stored.templates(part)
+        assert found.keys() == inner.keys()
+        for name, tensor in inner.items():
+            assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
+            assert found[name].untyped_storage().nbytes() == tensor.element_size()
+            assert torch.equal(stored.read(f"{part}.{name}"), tensor)
+
+
+def test_tensors_that_are_made_one_by_one_are_saved_alike(tmp_path):
+    """Each is made once, at the moment it is written, and let go before the next but one."""
+    alive = []
+    made = []
+
+    def make(name):
+        assert sum(array() is not None for array in alive) <= 1
+        made.append(name)
+        array = np.full(3, len(made), dtype=np.float32)
+        alive.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    wanted = {f"w{i}": storage.template(torch.Size([3]), torch.float32) for i in range(5)}
+    records = storage.save_one_by_one(tmp_path / "c", {"model": wanted}, make)
+    for name, record in records.items():
+        assert record.sha256 == hash_file(tmp_path / "c" / name)
+    assert {p.name for p in (tmp_path / "c").iterdir()} == set(records)
+    assert sorted(made) == [f"model.w{i}" for i in range(5)]
+    loaded = {name: torch.zeros(3) for name in made}
+    storage.load_tensors_into(tmp_path / "c", loaded)
+    for number, name in enumerate(made, start=1):
+        assert loaded[name].tolist() == [number] * 3
+
+
+def test_an_error_while_a_tensor_is_made_is_the_one_that_is_raised(tmp_path):
+    def make(name):
+        raise DamagedCheckpoint(tmp_path, f"no {name}")
+
+    wanted = {"w": storage.template(torch.Size([3]), torch.float32)}
+    with pytest.raises(DamagedCheckpoint, match=r"no model\.w"):
+        storage.save_one_by_one(tmp_path / "c", {"model": wanted}, make)
 
 
 def test_records_are_those_of_the_files(tmp_path):

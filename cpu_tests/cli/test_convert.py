@@ -168,6 +168,11 @@ def test_a_checkpoint_of_fairseq_needs_no_configuration(files, stack_state, run,
     command = run("convert", *words, "--allow-namespace", "--tokenizer", "bytes")
     assert command.code == 0, command.stderr
     assert "weights in float16 become float32" in command.stderr
+    assert command.stderr.count("TorchScale's defaults are taken") == 1
+    assert (
+        "defaults are taken: activation_fn: gelu, layernorm_eps: 1e-05, no_scale_embedding: true, "
+        "segment_length: null\n" in command.stderr
+    )
     model = load_model(tmp_path / "run")
     assert torch.equal(
         model.embedding.tokens.weight.detach(), state["decoder.embed_tokens.weight"].float()

@@ -5,8 +5,12 @@ import json
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
+
+from scalerun.checkpoint.atomic import FileRecord, hash_file
+from scalerun.checkpoint.manifest import read_manifest
 
 LAST = ["--max-update", "4", "--save-interval-updates", "2", "--save-dir", "run"]
 
@@ -252,6 +256,33 @@ def test_a_run_that_goes_on_with_other_settings_says_what_does_not_fit(
     assert command.code == 1, command.stderr
     assert says in command.error
     assert checkpoint_files(trained) == before
+
+
+FIRST_KEYS = (
+    "does not fit the model: model.layers.2.mixer_residual.norm.weight (16,) is not in the "
+    "checkpoint; "
+)
+
+
+def test_weights_of_another_architecture_are_told_by_their_first_keys(run, corpus, tiny, trained):
+    words = [*LAST, "--decoder-layers", "3", "--save-dir", "new", "--restore-file", trained]
+    command = run("train", corpus, *tiny, *words)
+    assert command.code == 1
+    assert FIRST_KEYS in command.error
+    assert "use the architecture and the tokenizer that it was trained with" in command.error
+    # As plug-in code makes them that was changed since.
+    checkpoint = trained / "checkpoint_4"
+    file = checkpoint / "config.json"
+    content = json.loads(file.read_text())
+    content["model"]["decoder_layers"] = 3
+    file.write_text(json.dumps(content))
+    manifest = read_manifest(checkpoint)
+    record = FileRecord(file.stat().st_size, hash_file(file))
+    replace(manifest, files=manifest.files | {file.name: record}).rewrite(checkpoint)
+    for name in ("validate", "interactive_cli"):
+        command = run(name, "--path", trained, "--cpu", stdin="the\n")
+        assert command.code == 1
+        assert FIRST_KEYS in command.error
 
 
 OTHER_LOSS = """

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -94,3 +95,15 @@ def test_ranks_do_not_outlive_the_command(start, corpus, tiny, tmp_path):
     assert len(ranks) == 2
     command.kill()
     wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), "end of the ranks")
+
+
+def test_a_rank_that_hangs_is_named_with_what_the_others_waited_for(start, corpus, tiny, tmp_path):
+    words = [*TWO, *ENDLESS, "--distributed-timeout-seconds", "4"]
+    command = start("train", corpus, *tiny, *words)
+    wait_for(lambda: has_trained(tmp_path / "run"), "training")
+    os.kill(children(command.pid)[1], signal.SIGSTOP)
+    assert command.wait() == 1
+    assert re.search(
+        r"^error: rank 0: lost the other ranks in \w+ \(rank 0 in update \d+, rank 1 in up",
+        command.error,
+    ), command.stderr

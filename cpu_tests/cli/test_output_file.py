@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from scalerun.cli.output_file import prepare_output_file
+from scalerun.cli.output_file import prepare_new_file, prepare_output_file, refuse_full_folder
 from scalerun.dataclass.errors import UserError
 
 
@@ -34,3 +34,23 @@ def test_a_read_only_folder_is_refused(tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
     with pytest.raises(UserError, match="permission denied"):
         prepare_output_file("--json", tmp_path / "locked/x.json")
+
+
+def test_a_file_that_is_there_is_replaced_on_demand_alone(tmp_path):
+    file = tmp_path / "w.safetensors"
+    prepare_new_file("--output", file, force=False)
+    file.write_text("old")
+    with pytest.raises(UserError, match=r"--output .* exists; give --force to replace it"):
+        prepare_new_file("--output", file, force=False)
+    prepare_new_file("--output", file, force=True)
+    assert file.read_text() == "old"
+
+
+def test_a_folder_with_something_in_it_is_refused(tmp_path):
+    refuse_full_folder("--output", tmp_path / "new")
+    refuse_full_folder("--output", tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"--output .* is not empty; name a new folder"):
+        refuse_full_folder("--output", tmp_path)
+    with pytest.raises(UserError, match=r"--output .*notes\.txt is a file; name a folder"):
+        refuse_full_folder("--output", tmp_path / "notes.txt")

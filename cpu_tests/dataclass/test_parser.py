@@ -52,6 +52,9 @@ class Presets:
     def names(self):
         return ["toy", "toy_deep"]
 
+    def kinds(self):
+        return ["toy"]
+
     def config_for(self, name):
         layers = {"toy": 3, "toy_deep": 48}[name]
         return ToyModelConfig(decoder_layers=layers).named(name)
@@ -119,6 +122,17 @@ def test_repeated_list_flags_add_up_and_repeated_scalars_keep_the_last():
     cfg = parse("--skip-batches", "1-2", "--skip-batches", "5", "--seed", "3", "--seed", "4")
     assert cfg.dataset.skip_batches == ["1-2", "5"]
     assert cfg.common.seed == 4
+
+
+def test_a_positional_list_takes_all_free_words_and_keeps_their_commas():
+    @dataclass
+    class ManyConfig(ScalerunDataclass):
+        paths: list[str] = option([], "what to read", positional=True)
+        count: int = option(0, "a number")
+
+    cfg = parse_config(ManyConfig, ["a,b", "--count", "2", "c d", "e"], prog="many")
+    assert (cfg.paths, cfg.count) == (["a,b", "c d", "e"], 2)
+    assert parse_config(ManyConfig, [], prog="many").paths == []
 
 
 def test_dict_flags_map_names_to_numbers():
@@ -266,6 +280,48 @@ def test_wrong_files_are_refused_with_their_line(tmp_path, text, says):
     message = refusal("--config", str(path))
     assert says in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("common: {}\narch: toy\n", ":2 chooses no component by arch;"),
+        ("model:\n  arch: toy\n", ":2 chooses no component by model.arch;"),
+        ("model: toy\n", ":1 chooses no component by model;"),
+    ],
+)
+def test_a_file_that_spells_a_choice_as_a_flag_is_told_how_to_write_it(tmp_path, text, where):
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    words = ["--config", str(path), "--task", "toy", "--batch-size", "4", "--max-update", "1"]
+    with pytest.raises(ConfigError) as caught:
+        parse(*words, required=False)
+    assert str(caught.value) == (
+        f"--config {path}{where} write model: {{_name: NAME}} for --arch NAME"
+    )
+    path.write_text("model: {_name: toy}\n")
+    assert parse(*words, required=False).model._name == "toy"
+
+
+def test_a_foreign_flag_names_models_and_no_more_than_five():
+    class Many(Presets):
+        """Seven models with a setting in common, and one without it."""
+
+        def kinds(self):
+            return [f"wide{i}" for i in range(7)] + ["toy"]
+
+        def config_for(self, name):
+            return (ClashingConfig() if name.startswith("wide") else ToyModelConfig()).named(name)
+
+    with pytest.raises(ConfigError) as caught:
+        parse_config(
+            ScalerunConfig,
+            [*REQUIRED, "--momentum", "1"],
+            prog="train",
+            choosers=CHOOSERS
+            | {"model": Many(), "optimizer": registry("--optimizer", adam=EmptyConfig)},
+        )
+    assert "--arch wide0 or wide1 or wide2 or wide3 or wide4 …, but" in str(caught.value)
 
 
 def test_a_file_that_describes_another_component_is_refused(tmp_path):

@@ -6,16 +6,24 @@ import torch
 from cpu_tests.conftest import make_corpus
 from cpu_tests.layouts.training import ARCHITECTURES, BATCHES, make_trainer, train, whole
 from cpu_tests.world import run_world
+from scalerun.checkpoint.consolidation import weight_entries
 from scalerun.checkpoint.manifest import read_manifest
 from scalerun.checkpoint.state_tree import flatten_tensors, split_state
 
 SAVED, MORE = 3, 2
+TENSOR = ["--model-parallel-size", "2"]
 LAYOUTS = {
     "one": (1, 1, []),
     "shard 2": (2, 2, []),
     "copies 2": (2, 2, ["--ddp-backend", "pytorch_ddp"]),
     "shard 4": (4, 4, []),
-    "shard 2 x tensor 2": (4, 2, ["--model-parallel-size", "2", "--sequence-parallel"]),
+    "expert 2 of copies 4": (
+        4,
+        4,
+        ["--expert-parallel-size", "2", "--ddp-backend", "pytorch_ddp"],
+    ),
+    "expert 2 of shards 4": (4, 4, ["--expert-parallel-size", "2"]),
+    "tensor 2 x expert 2": (4, 2, [*TENSOR, "--sequence-parallel", "--expert-parallel-size", "2"]),
 }
 """Ranks, those of them that read other batches, and flags."""
 
@@ -44,7 +52,7 @@ def saved(tmp_path_factory):
         folder = home / layout.replace(" ", "_")
 
         def work(data_size, flags, folder=folder):
-            words = [*ARCHITECTURES["dense"], "--store-ema", *flags]
+            words = [*ARCHITECTURES["moe"], "--store-ema", *flags]
             trainer = make_trainer(data, folder, words, updates=SAVED, data_size=data_size)
             train(trainer)
             return state_of(trainer)
@@ -61,6 +69,17 @@ def test_the_manifest_says_how_many_wrote(saved):
         assert len(files) == manifest.world_size
 
 
+@pytest.mark.parametrize("part", ["model", "ema"])
+def test_tensors_that_many_ranks_wrote_are_read_whole_one_by_one(saved, part):
+    for layout, (folder, expected) in saved[1].items():
+        entries = weight_entries(folder / f"checkpoint_{SAVED}", part=part)
+        assert {f"{part}.{e.name}" for e in entries} == {
+            name for name in expected if name.startswith(f"{part}.")
+        }
+        for entry in entries:
+            assert torch.equal(entry.read(), expected[f"{part}.{entry.name}"]), (layout, entry.name)
+
+
 @pytest.mark.parametrize("after", LAYOUTS)
 def test_every_byte_and_the_next_losses_are_the_same(after, saved, tmp_path):
     data, states = saved
@@ -68,7 +87,7 @@ def test_every_byte_and_the_next_losses_are_the_same(after, saved, tmp_path):
     def work(data_size, flags):
         results = {}
         for before, (folder, _) in states.items():
-            words = [*ARCHITECTURES["dense"], "--store-ema", "--restore-file", str(folder), *flags]
+            words = [*ARCHITECTURES["moe"], "--store-ema", "--restore-file", str(folder), *flags]
             home = tmp_path / before.replace(" ", "_")
             trainer = make_trainer(
                 data, home, [*words, "--no-save"], updates=SAVED + MORE, data_size=data_size

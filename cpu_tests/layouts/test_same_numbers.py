@@ -8,15 +8,30 @@ from cpu_tests.layouts.training import ARCHITECTURES, make_trainer, train
 from cpu_tests.world import run_world
 
 UPDATES = 5
+ALL = tuple(ARCHITECTURES)
+TENSOR = ["--model-parallel-size", "2"]
 LAYOUTS = {
-    "shard 2": (2, 2, []),
-    "copies 2": (2, 2, ["--ddp-backend", "pytorch_ddp"]),
-    "copies 2 x shard 2": (4, 4, ["--replicate-size", "2", "--no-reshard-after-forward"]),
-    "tensor 2": (2, 1, ["--model-parallel-size", "2"]),
-    "shard 2 x tensor 2": (4, 2, ["--model-parallel-size", "2", "--sequence-parallel"]),
-    "copies 2 x tensor 2": (4, 2, ["--model-parallel-size", "2", "--ddp-backend", "pytorch_ddp"]),
+    "shard 2": (2, 2, [], ALL),
+    "copies 2": (2, 2, ["--ddp-backend", "pytorch_ddp"], ALL),
+    "copies 2 x shard 2": (4, 4, ["--replicate-size", "2", "--no-reshard-after-forward"], ALL),
+    "expert 2": (2, 2, ["--expert-parallel-size", "2"], ("moe",)),
+    "copies 4 x expert 2": (
+        4,
+        4,
+        ["--expert-parallel-size", "2", "--ddp-backend", "pytorch_ddp"],
+        ("moe",),
+    ),
+    "tensor 2": (2, 1, TENSOR, ALL),
+    "copies 2 x tensor 2": (4, 2, [*TENSOR, "--ddp-backend", "pytorch_ddp"], ("dense",)),
+    "shard 2 x tensor 2": (4, 2, [*TENSOR, "--sequence-parallel"], ALL),
+    "tensor 2 x expert 2": (
+        4,
+        2,
+        [*TENSOR, "--sequence-parallel", "--expert-parallel-size", "2"],
+        ("moe",),
+    ),
 }
-"""Ranks, those of them that read other batches, and flags."""
+"""Ranks, those of them that read other batches, flags, and for which architectures."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +49,7 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_changes_no_number(layout, alone, tmp_path):
     data, expected = alone
-    size, data_size, flags = LAYOUTS[layout]
+    size, data_size, flags, names = LAYOUTS[layout]
 
     def work(rank):
         return {
@@ -42,16 +57,17 @@ def test_a_layout_changes_no_number(layout, alone, tmp_path):
                 make_trainer(
                     data,
                     tmp_path / name,
-                    [*words, *flags, "--no-save"],
+                    [*ARCHITECTURES[name], *flags, "--no-save"],
                     updates=UPDATES,
                     data_size=data_size,
                 )
             )
-            for name, words in ARCHITECTURES.items()
+            for name in names
         }
 
     results = run_world(size, work)
-    for name, reference in expected.items():
+    for name in names:
+        reference = expected[name]
         agree(reference, results[0][name], f"{name} at {layout}")
         read = sorted(i for run in results for i in run[name].sample_ids)
         assert read == sorted(reference.sample_ids * (size // data_size))

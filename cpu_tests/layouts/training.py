@@ -34,6 +34,11 @@ ARCHITECTURES = {
     "longnet": [
         *DECODER, "--dropout", "0", "--segment-length", "4,16", "--dilated-ratio", "1,2",
     ],
+    "moe": [
+        *DECODER, "--moe-freq", "2", "--moe-expert-count", "4", "--use-xmoe", "--dropout", "0",
+        "--criterion", "moe_cross_entropy", "--clip-norm-type", "sparse",
+        "--share-decoder-input-output-embed",
+    ],
     "retnet": [
         "--arch", "retnet_lm", "--decoder-layers", "2", "--decoder-embed-dim", "16",
         "--decoder-value-embed-dim", "32", "--decoder-ffn-embed-dim", "32",

@@ -86,6 +86,10 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
             "saved | update 7 | checkpoint c | ok True",
         ),
         (
+            {"kind": "event", "event": "data", "num_updates": 0, "subset": "plays", "shards": 2},
+            "data | update 0 | subset plays | shards 2",
+        ),
+        (
             {"kind": "train", "loss_scale": 1.0, "gnorm": 0.5, "clip": 0.0, "tokens_seen": 9},
             "train | gnorm 0.5",
         ),

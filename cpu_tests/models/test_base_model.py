@@ -44,6 +44,15 @@ def test_each_call_returns_a_fresh_config() -> None:
     assert ARCH_REGISTRY.config_for("lm_tiny") is not ARCH_REGISTRY.config_for("lm_tiny")
 
 
+def test_kinds_are_the_models_without_their_presets() -> None:
+    kinds = ARCH_REGISTRY.kinds()
+    assert {"transformer_lm", "retnet_lm"} <= set(kinds) < set(ARCH_REGISTRY.names())
+    settings = [set(ARCH_REGISTRY.config_for(name).to_dict()) for name in kinds]
+    assert all(
+        set(ARCH_REGISTRY.config_for(name).to_dict()) in settings for name in ARCH_REGISTRY.names()
+    )
+
+
 def test_an_unknown_architecture_is_refused_with_the_closest_names() -> None:
     with pytest.raises(ConfigError, match="--arch 'lm_tny' is not known; did you mean lm_tiny"):
         ARCH_REGISTRY.config_for("lm_tny")
@@ -211,3 +220,12 @@ def test_a_new_run_is_warned_once_of_all_that_differs(
     assert len(caplog.records) == 1
     Architecture(new).adapt(None, Path("run"))
     assert "run has no architecture, so nothing shows" in caplog.text
+
+
+def test_a_new_run_with_another_number_of_heads_is_warned_and_not_refused(
+    make_config: Callable[..., TransformerConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The shapes are the same."""
+    old = Architecture(make_config()).state_dict()
+    Architecture(make_config(decoder_attention_heads=4)).adapt(old, Path("run"))
+    assert "were trained with --decoder-attention-heads 2, now 4" in caplog.text

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import distribute_tensor
 
 from cpu_tests.world import run_world
@@ -26,7 +27,7 @@ from scalerun.models.transformer_mlm import TransformerMLMConfig
 from scalerun.models.transformer_mt import TransformerMTConfig
 from scalerun.modules.attention import Attention
 from scalerun.modules.feed_forward import GLU
-from scalerun.modules.init import initialize
+from scalerun.modules.init import initialize, ones
 from scalerun.modules.moe.experts import is_expert_parameter
 
 VOCAB, PAD, TIME = 24, 1, 8
@@ -99,6 +100,7 @@ CASES = {
         max_rel_pos=16,
     ),
     "plug-in": TransformerConfig(**DECODER, **RECOMPUTE, rotary=True),
+    "plug-in's norm": TransformerConfig(**DECODER, subln=True),
     "multiway": TransformerEncoderConfig(**ENCODER, multiway=True, subln=True),
     "BEiT-3": BEiT3Config(**ENCODER, img_size=8, patch_size=4, no_output_layer=False),
 }
@@ -121,12 +123,45 @@ class WholeParts(TransformerParts):
     def mixer(self, layer):
         return Attention(self.stack.dim, self.stack.num_heads, init=self.weights.attention)
 
+    def one_norm(self, dim):
+        return WholeNorm(dim)
+
     def dense_ffn(self):
         return GLU(self.stack.dim, self.stack.ffn_dim, init=self.weights.ffn, activation=F.silu)
 
 
 class WholeLM(TransformerLM):
     parts_class = WholeParts
+
+
+class WholeNorm(nn.Module):
+    """A norm with a gain for each half of the features, and no word of meshes."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2))
+        self.dim = dim
+
+    def initializers(self):
+        return {"weight": ones}
+
+    def forward(self, x):
+        normed = F.layer_norm(x, (self.dim,))
+        return (normed.unflatten(-1, (2, -1)) * self.weight[:, None]).flatten(-2)
+
+
+class ForeignNormParts(TransformerParts):
+    """Parts that know of ranks, but for their norms."""
+
+    def one_norm(self, dim):
+        return WholeNorm(dim)
+
+
+class ForeignNormLM(TransformerLM):
+    parts_class = ForeignNormParts
+
+
+UNREGISTERED = {"plug-in": WholeLM, "plug-in's norm": ForeignNormLM}
 
 
 TOKENS = torch.randint(2, VOCAB, (3, TIME), generator=torch.Generator().manual_seed(1))
@@ -140,8 +175,8 @@ def make(name, meshes=ONE_RANK):
         (CASES | FURTHER)[name],
         {"vocab_size": VOCAB, "padding_idx": PAD, "meshes": meshes},
     )
-    if name == "plug-in":
-        model = WholeLM.build_model(cfg, **sizes)
+    if name in UNREGISTERED:
+        model = UNREGISTERED[name].build_model(cfg, **sizes)
         initialize(model, 3)
     else:
         model = build_model(cfg, seed=3, device=torch.device("cpu"), **sizes)

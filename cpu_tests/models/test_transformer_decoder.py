@@ -182,6 +182,15 @@ def test_positions_go_on_over_documents_unless_they_are_given(make_model: MakeMo
 
 @every_position
 @torch.no_grad()
+def test_positions_that_are_given_matter_where_the_model_says_so(
+    position: str, model: TransformerDecoder, tokens: Tensor
+) -> None:
+    moved = model(tokens, positions_BT=torch.arange(12)[None] % 5).logits
+    assert model.reads_positions == (not torch.equal(moved, model(tokens).logits))
+
+
+@every_position
+@torch.no_grad()
 def test_the_last_logits_can_be_had_alone(
     position: str, model: TransformerDecoder, tokens: Tensor
 ) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from scalerun.models.base_model import ARCH_REGISTRY
 from scalerun.models.transformer_config import TransformerConfig
-from scalerun.models.transformer_lm import OPT_SIZES, TransformerLM
+from scalerun.models.transformer_lm import OPT_SIZES, TransformerLM, gpt_base, lm_base
 
 OPT_VOCAB = 50272
 PUBLISHED = {
@@ -53,6 +53,15 @@ def test_lm_base_is_the_base_decoder_of_torchscale() -> None:
     axes = cfg.axes()
     assert (axes.residual, axes.absolute_position) == ("pre_norm", "sinusoidal")
     assert on_meta("lm_base", 100).embedding.scale == pytest.approx(512**0.5)
+
+
+def test_gpt_base_is_the_base_decoder_with_what_the_documented_command_adds() -> None:
+    gpt, plain = gpt_base().to_dict(), lm_base().to_dict()
+    assert {name: gpt[name] for name in plain if gpt[name] != plain[name]} == {
+        "activation_fn": "gelu",
+        "attention_dropout": 0.1,
+        "share_decoder_input_output_embed": True,
+    }
 
 
 @pytest.mark.parametrize("arch", ["opt_125m", "opt_175b"])

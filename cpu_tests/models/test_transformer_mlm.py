@@ -8,7 +8,12 @@ import torch.nn.functional as F
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.models.base_model import ARCH_REGISTRY, build_model
-from scalerun.models.transformer_mlm import TransformerMLM, TransformerMLMConfig
+from scalerun.models.transformer_mlm import (
+    TransformerMLM,
+    TransformerMLMConfig,
+    bert_base,
+    mlm_base,
+)
 
 SMALL: dict[str, Any] = {
     "encoder_embed_dim": 16,
@@ -40,7 +45,7 @@ def test_the_head_is_dense_activation_norm_and_the_embedding_with_a_bias() -> No
     torch.testing.assert_close(output.logits, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("arch", ["mlm_base", "mlm_tiny"])
+@pytest.mark.parametrize("arch", ["bert_base", "mlm_base", "mlm_tiny"])
 def test_presets_are_valid(arch: str) -> None:
     config = ARCH_REGISTRY.config_for(arch)
     config.validate()
@@ -53,6 +58,20 @@ def test_the_base_preset_has_the_size_of_berts() -> None:
         model = TransformerMLM.build_model(config, vocab_size=30522, padding_idx=1)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     assert num_params == pytest.approx(110e6, rel=0.02)
+
+
+def test_bert_base_is_the_base_encoder_with_what_the_documented_command_adds() -> None:
+    bert, plain = bert_base().to_dict(), mlm_base().to_dict()
+    assert {name: bert[name] for name in plain if bert[name] != plain[name]} == {
+        "encoder_normalize_before": None,
+        "deepnorm": True,
+        "rel_pos_buckets": 32,
+        "max_rel_pos": 128,
+    }
+    [stack] = bert_base().stacks()
+    axes = stack.axes
+    assert (axes.residual, axes.relative_position) == ("deep_norm", "relative_bias")
+    assert axes.absolute_position == "learned"
 
 
 def test_the_head_needs_the_embedding() -> None:

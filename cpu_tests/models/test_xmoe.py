@@ -90,6 +90,19 @@ def test_without_places_for_all_decoding_differs(make_model: MakeModel, tokens: 
     assert (full - steps).abs().max() > 1e-3
 
 
+@torch.no_grad()
+def test_what_evaluation_draws_depends_on_torchs_generator_alone(
+    make_model: MakeModel, tokens: Tensor
+) -> None:
+    model = make_model(**ROOMY, moe_deterministic_eval=False).double().eval()
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(model(tokens).logits)
+    assert torch.equal(found[0], found[1])
+    assert not torch.allclose(found[0], found[2])
+
+
 def test_recomputation_changes_no_gradient(make_model: MakeModel, tokens: Tensor) -> None:
     found = []
     for recompute in (False, True):
@@ -131,3 +144,30 @@ def test_presets_have_the_size_they_say(arch: str, vocab: int, millions: float) 
     assert isinstance(layer, MoELayer)
     assert isinstance(layer.router.gate, XMoEGate)
     assert layer.router.gating.normalize_before_dropping
+
+
+@pytest.mark.parametrize(
+    ("arch", "dense", "experts"),
+    [
+        ("xmoe_base", "lm_base", 64),
+        ("xmoe_gpt_base", "gpt_base", 2),
+        ("xmoe_bert_base", "bert_base", 64),
+        ("xmoe_mt_base", "mt_tied_base", 2),
+    ],
+)
+def test_presets_add_the_documented_experts_and_nothing_else(
+    arch: str, dense: str, experts: int
+) -> None:
+    cfg = ARCH_REGISTRY.config_for(arch)
+    cfg.validate()
+    mixed, plain = cfg.to_dict(), ARCH_REGISTRY.config_for(dense).to_dict()
+    differing = {name for name in plain if mixed[name] != plain[name]} - {"_name"}
+    assert {name: mixed[name] for name in differing} == {
+        "moe_freq": 2,
+        "moe_expert_count": experts,
+        "use_xmoe": True,
+        "moe_normalize_gate_prob_before_dropping": True,
+    }
+    assert mixed["moe_gating_use_fp32"]
+    assert mixed["moe_second_expert_policy"] == "random"
+    assert mixed["moe_eval_capacity_token_fraction"] == -1.0

@@ -144,6 +144,19 @@ def test_documents_are_masked_only_where_attention_can(make_task):
     make_task().build_model(dilated, seed=1, device=torch.device("cpu"))
 
 
+@pytest.mark.parametrize("arch", ["lm_tiny", "retnet_tiny"])
+def test_positions_are_reset_only_where_the_model_has_absolute_ones(make_task, arch):
+    """Rotation and decay see distances alone, which are the same inside a document."""
+    task = make_task(reset_positions=True)
+    build = partial(task.build_model, seed=1, device=torch.device("cpu"))
+    config = ARCH_REGISTRY.config_for(arch).replace(decoder_layers=1)
+    with pytest.raises(ConfigError, match=f"--reset-positions has no effect .* --arch {arch} has"):
+        build(config)
+    assert build(ARCH_REGISTRY.config_for("lm_base").replace(decoder_layers=1)).reads_positions
+    if arch == "lm_tiny":
+        assert build(config.replace(sinusoidal_pos=True)).reads_positions
+
+
 def test_the_report_tells_what_was_read_and_left_out_once(make_task, corpus, tmp_path):
     file = corpus / "train/00/verse.jsonl"
     file.write_text(file.read_text(encoding="utf-8") + "\n{\n", encoding="utf-8")

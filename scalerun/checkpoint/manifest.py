@@ -52,7 +52,7 @@ class Manifest:
         """The manifest's text, which carries a digest of itself."""
         fields: dict[str, Any] = {"format": FORMAT, **asdict(self)}
         fields["digest"] = _digest(fields)
-        return (json.dumps(fields, indent=1) + "\n").encode()
+        return _text(fields)
 
     def rewrite(self, folder: Path) -> None:
         """Replace the manifest of a checkpoint."""
@@ -67,7 +67,8 @@ def read_manifest(folder: Path) -> Manifest:
         UserError: a newer scalerun wrote it.
     """
     try:
-        fields = json.loads((folder / MANIFEST).read_bytes())
+        content = (folder / MANIFEST).read_bytes()
+        fields = json.loads(content)
     except FileNotFoundError:
         raise DamagedCheckpoint(folder, f"it has no {MANIFEST}") from None
     except OSError as error:
@@ -82,7 +83,9 @@ def read_manifest(folder: Path) -> Manifest:
             f"checkpoint {folder} has format {found} and this scalerun reads up to {FORMAT}; "
             "install a newer one"
         )
-    if fields.pop("digest", None) != _digest(fields):
+    # Other spellings of the same values, such as 1E-5, have the same digest.
+    changed = content != _text(fields)
+    if fields.pop("digest", None) != _digest(fields) or changed:
         raise DamagedCheckpoint(folder, f"{MANIFEST} does not match its own digest")
     del fields["format"]
     files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
@@ -118,6 +121,10 @@ def verify(folder: Path, *, checksums: bool = True) -> Manifest:
             if digest != record.sha256:
                 raise DamagedCheckpoint(folder, f"the content of {name} has changed")
     return manifest
+
+
+def _text(fields: dict[str, Any]) -> bytes:
+    return (json.dumps(fields, indent=1) + "\n").encode()
 
 
 def _digest(fields: dict[str, Any]) -> str:

@@ -42,13 +42,14 @@ _RESETS = {
 """Flags of a new run that does without a part."""
 
 
-def find_checkpoint(path: str | Path, flag: str = "--path") -> Path:
+def find_checkpoint(path: str | Path, flag: str = "--path", *, checksums: bool = True) -> Path:
     """The checkpoint that a user means, verified.
 
     Args:
         path: a checkpoint's folder; a run folder, which stands for its newest whole checkpoint;
             or a pointer file such as ``RUN/checkpoint_best``.
         flag: the flag to name in messages.
+        checksums: also read every file; without, only names and sizes are compared.
 
     Raises:
         UserError: there is nothing, or the checkpoint that was named is damaged.
@@ -61,22 +62,32 @@ def find_checkpoint(path: str | Path, flag: str = "--path") -> Path:
         path = path.parent / name
     if not path.is_dir():
         raise UserError(f"{flag} {path} does not exist; {_what_exists(path.parent)}")
-    if CHECKPOINT_NAME.fullmatch(path.name) or any((path / n).exists() for n in (MANIFEST, STATE)):
-        verify(path)
+    if is_checkpoint(path):
+        verify(path, checksums=checksums)
         return path
-    found = newest_whole(CheckpointFolder(path))
+    found = newest_whole(CheckpointFolder(path), checksums=checksums)
     if found is None:
         raise UserError(f"{flag} {path} holds no checkpoint; {_what_exists(path.parent)}")
     return found
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is meant to be a checkpoint, by its name or by what it holds."""
+    named = CHECKPOINT_NAME.fullmatch(folder.name) is not None
+    return named or any((folder / name).exists() for name in (MANIFEST, STATE))
+
+
 def newest_whole(
-    folder: CheckpointFolder, on_damaged: Callable[[int, Path, str], None] | None = None
+    folder: CheckpointFolder,
+    on_damaged: Callable[[int, Path, str], None] | None = None,
+    *,
+    checksums: bool = True,
 ) -> Path | None:
     """The newest checkpoint of a run that is what its manifest says; None when there is none.
 
     Args:
         on_damaged: called with the update, the folder and the finding of each that is passed over.
+        checksums: as for :func:`find_checkpoint`.
 
     Raises:
         UserError: there are checkpoints and all of them are damaged.
@@ -85,7 +96,7 @@ def newest_whole(
     whole = None
     for num_updates, path in folder.checkpoints():
         try:
-            verify(path)
+            verify(path, checksums=checksums)
         except DamagedCheckpoint as error:
             damaged.append((num_updates, path, error.reason))
             continue
@@ -180,7 +191,7 @@ def load_state(
         )
         raise UserError(
             f"checkpoint {path} has no {', '.join(missing)} (it has {', '.join(sorted(plain))}): "
-            "it was converted, or an older scalerun wrote it; start a new run from it: "
+            "it was converted or averaged, or an older scalerun wrote it; start a new run from it: "
             f"--save-dir NEW --restore-file OLD{resets}"
         )
     templates = {

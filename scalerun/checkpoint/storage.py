@@ -7,7 +7,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -17,8 +17,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from scalerun.checkpoint.atomic import FileRecord, HashingWriter
@@ -126,6 +128,84 @@ def bytes_needed(tensors: Mapping[str, Tensor]) -> int:
     """Upper bound of the bytes that this rank's part of the tensors takes on the disk."""
     local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors.values())
     return sum(t.numel() * t.element_size() + BYTES_PER_TENSOR for t in local)
+
+
+class StoredTensors:
+    """The tensors of a verified checkpoint, by flat name; each is read when it is asked for.
+
+    Raises:
+        DamagedCheckpoint: the index cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        _quiet()
+        self._reader = _SafeReader(folder)
+        entries = self._reader.metadata.state_dict_metadata
+        self._entries = {name: cast(TensorStorageMetadata, e) for name, e in entries.items()}
+
+    def templates(self, part: str) -> dict[str, Tensor]:
+        """Shapes and number formats of a part's tensors, by name within it, without memory."""
+        return {
+            name.removeprefix(f"{part}."): template(entry.size, entry.properties.dtype)
+            for name, entry in self._entries.items()
+            if name.startswith(f"{part}.")
+        }
+
+    def parts(self) -> list[str]:
+        """The parts that have tensors, in the order of the index."""
+        return list(dict.fromkeys(name.split(".", 1)[0] for name in self._entries))
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, whole; reading takes twice its size.
+
+        Args:
+            name: with its part, such as ``model.embedding.tokens.weight``.
+        """
+        entry = self._entries[name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        try:
+            dcp.load({name: tensor}, storage_reader=self._reader, no_dist=True)
+        except CheckpointException as error:
+            raise _cause(error) from error
+        return tensor
+
+
+def template(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor of this shape and number format that takes the memory of one number."""
+    return torch.zeros((), dtype=dtype).expand(shape)
+
+
+def save_one_by_one(
+    folder: Path, templates: TensorTree, read: Callable[[str], Tensor]
+) -> dict[str, FileRecord]:
+    """As :func:`save_tensors` in one process, holding one tensor in memory at a time.
+
+    torch keeps all tensors of a file until it is closed, so each gets a file of its own.
+
+    Args:
+        templates: shapes and number formats, as :func:`template` gives them.
+        read: makes the tensor of a flat name; called once for each.
+    """
+    _quiet()
+    writer = dcp.FileSystemWriter(folder, overwrite=False, single_file_per_rank=False)
+    files = _HashingFileSystem()
+    writer.fs = files
+    try:
+        dcp.save(templates, storage_writer=writer, planner=_LazyPlanner(read), no_dist=True)
+    except CheckpointException as error:
+        raise files.failure() or _cause(error) from error
+    return files.records()
+
+
+class _LazyPlanner(DefaultSavePlanner):
+    """Asks for each tensor at the moment when it is written."""
+
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._read(write_item.index.fqn)
 
 
 class _HashingFileSystem(FileSystem):

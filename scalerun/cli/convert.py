@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from scalerun.checkpoint.atomic import hash_file
 from scalerun.cli.entry import run_cli
+from scalerun.cli.output_file import refuse_full_folder
 from scalerun.data.base_tokenizer import BaseTokenizer
 from scalerun.data.fairseq_dictionary import rows_in_our_order
 from scalerun.data.tokenizer import load_tokenizer
@@ -24,7 +25,7 @@ from scalerun.dataclass.yaml_config import read_yaml
 from scalerun.logging.console import setup_logging
 from scalerun.models.torchscale.expert_files import read_checkpoint
 from scalerun.models.torchscale.recognition import Recognized, recognize
-from scalerun.models.torchscale.settling import Settled, settle
+from scalerun.models.torchscale.settling import Settled, settle, yaml_word
 from scalerun.models.torchscale.weight_file import WeightFile
 
 logger = logging.getLogger("scalerun.cli.convert")  # also when run as __main__
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cfg = parse_config(ConvertConfig, words, prog="scalerun-convert")
     setup_logging()
     output = Path(cfg.output)
-    refuse_full_folder(output)
+    refuse_full_folder("--output", output)
     file = read_checkpoint(Path(cfg.path), allow_namespace=cfg.allow_namespace)
     given = given_fields(cfg, file)
     found = recognize(file.state, given)
@@ -86,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complete=cfg.torchscale_config is None and file.record is not None,
         version=cfg.torchscale_version,
     )
+    report_assumed(settled)
     # Only now, so that --help need not wait for torch's distributed packages.
     from scalerun.cli.converted_run import ConvertedModel, write_run
 
@@ -106,18 +108,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{num_params:,}",
     )
     return 0
-
-
-def refuse_full_folder(output: Path) -> None:
-    """Refuse an output that would mix with what is there.
-
-    Raises:
-        UserError: it is a file, or a folder with something in it.
-    """
-    if output.exists() and not output.is_dir():
-        raise UserError(f"--output {output} is a file; name a folder")
-    if output.is_dir() and any(entry.name != ".lock" for entry in output.iterdir()):
-        raise UserError(f"--output {output} is not empty; name a new folder")
 
 
 def given_fields(cfg: ConvertConfig, file: WeightFile) -> dict[str, Any]:
@@ -154,6 +144,15 @@ def report_file(file: WeightFile, found: Recognized) -> None:
             len(found.left_out),
             names,
             " …" if len(found.left_out) > 5 else "",
+        )
+
+
+def report_assumed(settled: Settled) -> None:
+    """Say which settings a record left open."""
+    if settled.assumed:
+        logger.info(
+            "the file's record does not say, so TorchScale's defaults are taken: %s",
+            ", ".join(f"{name}: {yaml_word(value)}" for name, value in settled.assumed.items()),
         )
 
 

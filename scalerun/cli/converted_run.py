@@ -69,7 +69,7 @@ def write_run(
         task = setup_task(
             cfg.task, seed=cfg.common.seed, cache_dir=output / "cache", quarantine=Path(os.devnull)
         )
-    with RunFolder(output) as folder:
+    with RunFolder(output, flag="--output") as folder:
         files = run_files(cfg, task) | {SOURCE_FILE: json.dumps(converted.source, indent=1) + "\n"}
         with CheckpointManager(CheckpointConfig(save_dir=str(output)), run_files=files) as manager:
             manager.save(0, state_of(converted, cfg, task), final=True)

@@ -66,7 +66,7 @@ def load_for_inference(
     if path is None:
         raise ConfigError("--path is required: a run folder or a checkpoint folder")
     checkpoint = find_checkpoint(Path(path))
-    cfg = _stored_config(checkpoint, user_dir)
+    cfg = stored_config(checkpoint, user_dir)
     if cfg.task is None:
         raise UserError(
             f"checkpoint {checkpoint} was converted without a tokenizer, so there is no text it "
@@ -110,7 +110,7 @@ def load_model(
         UserError: there is no checkpoint, or it is damaged.
     """
     checkpoint = find_checkpoint(Path(path), "path")
-    cfg = _stored_config(checkpoint, user_dir)
+    cfg = stored_config(checkpoint, user_dir)
     state = read_state(checkpoint)
     model = build_model(
         cfg.model,
@@ -123,7 +123,7 @@ def load_model(
     return model.eval()
 
 
-def _stored_config(checkpoint: Path, user_dir: str | None) -> ScalerunConfig:
+def stored_config(checkpoint: Path, user_dir: str | None) -> ScalerunConfig:
     """The settings of a checkpoint's run, with its plug-ins loaded."""
     content = json.loads(run_file(checkpoint, CONFIG_FILE).read_text(encoding="utf-8"))
     load_plugins(user_dir or content.get("common", {}).get("user_dir"))

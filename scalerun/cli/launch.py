@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -24,6 +25,9 @@ from scalerun.distributed.launch import (
 from scalerun.distributed.local_ranks import run_local_ranks
 from scalerun.distributed.mesh import parallel_dims
 from scalerun.distributed.ranks import ALONE, Ranks
+
+C10D = torch.distributed.distributed_c10d.__file__
+"""Where torch's collectives are: the innermost frame in it names the one that failed."""
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +71,26 @@ def as_rank(cfg: ScalerunConfig, place: Rendezvous, work: Work) -> int:
     device = choose_device(cpu=cfg.common.cpu, local_rank=place.local_rank)
     ranks = join(place, cfg.distributed, device)
     refuse_unequal(cfg.to_dict(), ranks)
-    code = work(ranks)
-    leave(ranks)
+    try:
+        code = work(ranks)
+        leave(ranks)
+    except RuntimeError as error:
+        collectives = [
+            frame.name
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == C10D
+        ]
+        if not collectives:
+            raise  # a fault of this rank's own
+        raise UserError(describe_lost(collectives[-1], error, ranks)) from error
     return code
+
+
+def describe_lost(collective: str, error: RuntimeError, ranks: Ranks) -> str:
+    """What this rank waited for in vain, and how far the others were."""
+    seen = ", ".join(f"rank {rank} in {at}" for rank, at in sorted(ranks.places().items()))
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return (
+        f"lost the other ranks in {collective} ({seen or 'nothing is known of any rank'}): {text}; "
+        "look at the ranks that are behind or gone, or raise --distributed-timeout-seconds"
+    )

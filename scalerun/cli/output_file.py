@@ -1,4 +1,4 @@
-"""Output files: that they can be written is known before the work whose result they hold."""
+"""Outputs: that they can be written is known before the work whose result they hold."""
 
 from __future__ import annotations
 
@@ -25,3 +25,26 @@ def prepare_output_file(flag: str, path: Path) -> None:
         raise UserError(f"{flag} {path} is a folder; name a file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"{flag} {path} cannot be written: permission denied; name another file")
+
+
+def prepare_new_file(flag: str, path: Path, *, force: bool) -> None:
+    """As :func:`prepare_output_file`, but a file that is there is only replaced on demand.
+
+    Raises:
+        UserError: it is there and ``force`` is not given, or it could not be written.
+    """
+    prepare_output_file(flag, path)
+    if path.exists() and not force:
+        raise UserError(f"{flag} {path} exists; give --force to replace it")
+
+
+def refuse_full_folder(flag: str, path: Path) -> None:
+    """Refuse an output folder whose content would mix with what is there.
+
+    Raises:
+        UserError: it is a file, or a folder with something in it.
+    """
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{flag} {path} is a file; name a folder")
+    if path.is_dir() and any(entry.name != ".lock" for entry in path.iterdir()):
+        raise UserError(f"{flag} {path} is not empty; name a new folder")

@@ -33,13 +33,17 @@ class RunFolder:
     Args:
         path: of the folder.
         control: the ranks of the run, of which one holds the lock and writes.
+        flag: the flag that names it, for messages.
 
     Raises:
         UserError: the folder cannot be written, or another run is using it.
     """
 
-    def __init__(self, path: Path, control: Control | None = None) -> None:
+    def __init__(
+        self, path: Path, control: Control | None = None, *, flag: str = "--save-dir"
+    ) -> None:
         self.path = path
+        self.flag = flag
         self.control = control or Control()
         self._lock: IO[str] | None = None
 
@@ -53,7 +57,8 @@ class RunFolder:
             self._lock = (self.path / _LOCK_FILE).open("w")
         except OSError as error:
             raise UserError(
-                f"--save-dir {self.path} cannot be written: {error.strerror}; choose another folder"
+                f"{self.flag} {self.path} cannot be written: {error.strerror}; choose another "
+                "folder"
             ) from error
         try:
             # Not flock: processes that prepare data would inherit it and outlive a killed run.
@@ -61,7 +66,7 @@ class RunFolder:
         except (BlockingIOError, PermissionError):
             self._lock.close()
             raise UserError(
-                f"--save-dir {self.path} is in use by another run; wait for it or choose another "
+                f"{self.flag} {self.path} is in use by another run; wait for it or choose another "
                 "folder"
             ) from None
 

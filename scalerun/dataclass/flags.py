@@ -79,6 +79,17 @@ class Flag:
             value = getattr(self.group, self.field) | value
         setattr(self.group, self.field, value)
 
+    def add(self, word: str) -> None:
+        """Take one more word of a positional that takes all of them; commas do not part it.
+
+        Raises:
+            ConfigError: the word is not of the setting's type.
+        """
+        one = dataclasses.replace(self, type=SettingType(self.type.scalar))
+        before = getattr(self.group, self.field)
+        one.set(word)
+        setattr(self.group, self.field, [*before, getattr(self.group, self.field)])
+
     def check(self) -> None:
         """Refuse a value of another type or outside the choices, and numbers that are not finite.
 

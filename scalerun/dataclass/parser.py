@@ -31,6 +31,8 @@ from scalerun.dataclass.yaml_config import (
 )
 
 Cfg = TypeVar("Cfg", bound=ScalerunDataclass)
+OWNERS_NAMED = 5
+"""Components that a message names before it breaks off."""
 BUILT_IN = {
     "--help": "show this help and end",
     "--version": "show the version and end",
@@ -44,6 +46,9 @@ class Chooser(Protocol):
 
     def names(self) -> list[str]:
         """All names, sorted."""
+
+    def kinds(self) -> list[str]:
+        """Names that between them have every setting, sorted: presets share their model's."""
 
     def config_for(self, name: str) -> ScalerunDataclass:
         """A fresh configuration of a name; ConfigError where it is not known."""
@@ -117,6 +122,8 @@ class _Builder:
         self.files = [(path, read_yaml(path)) for path in map(Path, self._early("--config"))]
 
     def build(self) -> Any:
+        for path, content in self.files:
+            self._refuse_flags_of_slots(path, content)
         for slot in self.slots:
             setattr(self.root, slot.field, self._component(slot))
         if "--help" in self.words or "-h" in self.words:
@@ -174,6 +181,26 @@ class _Builder:
             )
         return chooser.config_for(name)
 
+    def _refuse_flags_of_slots(self, path: Path, content: DictConfig) -> None:
+        """Say how a file chooses a component, where it spells the flag that does: ``arch: NAME``.
+
+        Before any component is looked up, since the file means to name one.
+        """
+        for slot in self.slots:
+            word, section = slot.flag.removeprefix("--"), content.get(slot.field)
+            wrong: list[tuple[str, ...]] = (
+                [(word,)] if word != slot.field and word in content else []
+            )
+            if isinstance(section, str):
+                wrong.append((slot.field,))
+            if isinstance(section, DictConfig) and word in section:
+                wrong.append((slot.field, word))
+            for keys in wrong:
+                raise ConfigError(
+                    f"--config {path}:{line_of(path, keys)} chooses no component by "
+                    f"{'.'.join(keys)}; write {slot.field}: {{_name: NAME}} for {slot.flag} NAME"
+                )
+
     def _groups(self) -> Iterator[tuple[str, ScalerunDataclass]]:
         """Every group with its owner's name, the root's own settings first."""
         yield self.prog, self.root
@@ -222,14 +249,13 @@ class _Builder:
         chooser = self.choosers[slot.field]
         owners = [
             name
-            for name in chooser.names()
+            for name in chooser.kinds()
             if any(map(wanted, flags_of(chooser.config_for(name), name)))
         ]
         if owners:
             chosen = getattr(self.root, slot.field)._name
-            raise ConfigError(
-                f"{what} belongs to {slot.flag} {' or '.join(owners)}, but {slot.flag} is {chosen}"
-            )
+            some = " or ".join(owners[:OWNERS_NAMED]) + " …" * (len(owners) > OWNERS_NAMED)
+            raise ConfigError(f"{what} belongs to {slot.flag} {some}, but {slot.flag} is {chosen}")
 
     def _special_flags(self) -> dict[str, str]:
         special = dict(BUILT_IN)
@@ -251,7 +277,10 @@ class _Builder:
             if not word.startswith("-") or word == "-":
                 if not free:
                     raise ConfigError(f"{word!r} is not expected here; flags start with --")
-                free.pop(0).set(word)
+                if free[0].type.container is list:
+                    free[0].add(word)
+                else:
+                    free.pop(0).set(word)
             elif spelling == "--print-config":
                 printing = True
             elif spelling in with_value:

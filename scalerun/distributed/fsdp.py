@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from scalerun.dataclass.configs import DistributedConfig
+from scalerun.distributed.gradient_sum import GradientSum
 from scalerun.distributed.mesh import Meshes
 from scalerun.distributed.tree_sum import TreeReduceScatter
 
@@ -66,16 +67,20 @@ def shard_model(
             sharded.set_custom_reduce_scatter(cast(ReduceScatter, TreeReduceScatter()))
 
 
-@contextlib.contextmanager
-def accumulating(model: nn.Module) -> Iterator[None]:
-    """Backward passes in here add to whole gradients on each rank; nothing is sent."""
-    for module in _sharded(model):
-        module.set_requires_gradient_sync(False, recurse=False)
-    try:
+class ShardedSum(GradientSum):
+    """The model's own units reduce their gradients, those of all batches of an update at once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @contextlib.contextmanager
+    def batch(self, *, last: bool) -> Iterator[None]:
+        for module in _sharded(self.model):
+            module.set_requires_gradient_sync(last, recurse=False)
         yield
-    finally:
-        for module in _sharded(model):
-            module.set_requires_gradient_sync(True, recurse=False)
+
+    def finish(self) -> None:
+        pass
 
 
 def _data_axes(dense: DeviceMesh) -> DeviceMesh:

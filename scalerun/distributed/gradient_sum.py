@@ -47,21 +47,6 @@ class LocalSum(GradientSum):
         pass
 
 
-class ShardedSum(GradientSum):
-    """The model's own units reduce their gradients (FSDP)."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def batch(self, *, last: bool) -> AbstractContextManager[None]:
-        from scalerun.distributed.fsdp import accumulating  # slow to import
-
-        return contextlib.nullcontext() if last else accumulating(self.model)
-
-    def finish(self) -> None:
-        pass
-
-
 class ReplicatedSum(GradientSum):
     """Every rank has whole copies: gradients travel in buckets, while backward still computes.
 

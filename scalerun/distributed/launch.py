@@ -170,7 +170,14 @@ def form_ranks(cfg: DistributedConfig, device_type: str, *, local_rank: int) -> 
         Control(rank, world_size, dist.new_group(backend="gloo", timeout=timeout)) for _ in range(2)
     )
     meshes = build_meshes(dims, device_type, sequence_parallel=cfg.sequence_parallel)
-    return Ranks(dims, control=control, saving=saving, meshes=meshes, local_rank=local_rank)
+    return Ranks(
+        dims,
+        control=control,
+        saving=saving,
+        meshes=meshes,
+        local_rank=local_rank,
+        store=dist.PrefixStore("places", dist.distributed_c10d._get_default_store()),
+    )
 
 
 def leave(ranks: Ranks) -> None:

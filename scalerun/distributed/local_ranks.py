@@ -62,17 +62,13 @@ def run_local_ranks(world_size: int, work: Callable[[Rendezvous], Outcome]) -> O
         failed = _wait(children)
     if not failed:
         return 0, None
+    for child in failed:
+        if child.code and child.code < 0:
+            return 1, f"rank {child.rank} was killed by {signal.Signals(-child.code).name}"
     said = [(child, _read(child.pipe)) for child in failed]
     first, text = next(((child, text) for child, text in said if text), said[0])
-    code = first.code or 1
-    if text is None:
-        return (code, None) if code > 0 else (1, f"rank {first.rank} was killed by {_name(-code)}")
     everybody = len(said) == world_size and len({text for _, text in said}) == 1
-    return code, text if everybody else f"rank {first.rank}: {text}"
-
-
-def _name(signum: int) -> str:
-    return signal.Signals(signum).name
+    return first.code or 1, text if everybody or not text else f"rank {first.rank}: {text}"
 
 
 def _fork(place: Rendezvous, work: Callable[[Rendezvous], Outcome]) -> _Child:
@@ -123,10 +119,14 @@ def _wait(children: list[_Child]) -> list[_Child]:
         if failed and deadline is None:
             deadline = time.monotonic() + GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
+            # What they would say of it is of no interest: they lost a partner.
             _send(children, signal.SIGKILL)
+            for child in children:
+                if child.code is None:
+                    os.waitpid(child.pid, 0)
+                    child.code = 1
         time.sleep(POLL_SECONDS)
-    # Whoever was ended for another's failure has none of its own.
-    return [child for child in failed if child.code != -signal.SIGKILL] or failed
+    return failed
 
 
 def _send(children: list[_Child], signum: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from scalerun.dataclass.configs import DistributedConfig
-from scalerun.distributed.gradient_sum import GradientSum, LocalSum, ReplicatedSum, ShardedSum
+from scalerun.distributed.gradient_sum import GradientSum, LocalSum, ReplicatedSum
 from scalerun.distributed.ranks import Ranks
 from scalerun.distributed.tree_sum import TreeSum, sum_replicated
 
@@ -45,7 +45,11 @@ def gradient_sum(
         return TreeSum(params, lambda: None) if cfg.deterministic_reduce else LocalSum()
     assert ranks.meshes is not None
     if shards(ranks, cfg):
-        return TreeSum(params, lambda: None) if cfg.deterministic_reduce else ShardedSum(model)
+        if cfg.deterministic_reduce:
+            return TreeSum(params, lambda: None)
+        from scalerun.distributed.fsdp import ShardedSum  # slow to import
+
+        return ShardedSum(model)
     if cfg.deterministic_reduce:
         return TreeSum(params, sum_replicated(params, ranks.meshes.gradient.get_group()))
     apart = {id(param) for module in experts for param in module.parameters()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +13,7 @@ from scalerun.dataclass.errors import UserError
 from scalerun.distributed.mesh import ONE_RANK, Meshes, ModelMeshes, ParallelDims
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
 Result = TypeVar("Result")
 
@@ -112,6 +113,7 @@ class Ranks:
         saving: carries what is said while a checkpoint is written, maybe by another thread.
         meshes: None for a single rank.
         local_rank: number of this process on its host, and of its GPU.
+        store: where ranks note how far they are; None for a single rank.
     """
 
     def __init__(
@@ -122,12 +124,14 @@ class Ranks:
         saving: Control | None = None,
         meshes: Meshes | None = None,
         local_rank: int = 0,
+        store: Store | None = None,
     ) -> None:
         self.dims = dims or ParallelDims()
         self.control = control or Control()
         self.saving = saving or Control()
         self.meshes = meshes
         self.local_rank = local_rank
+        self._store = store
 
     @property
     def rank(self) -> int:
@@ -158,6 +162,23 @@ class Ranks:
     def data_size(self) -> int:
         """In how many parts they are cut."""
         return self.dims.data_size
+
+    def note(self, place: str) -> None:
+        """Leave word of how far this rank is, for when it or another one stops."""
+        if self._store is not None:
+            self._store.set(f"place/{self.rank}", place)
+
+    def places(self) -> dict[int, str]:
+        """How far each rank is, as far as can be told."""
+        found: dict[int, str] = {}
+        if self._store is None:
+            return found
+        # The host of the store may be the one that is gone.
+        with contextlib.suppress(RuntimeError):
+            for rank in range(self.size):
+                if self._store.check([f"place/{rank}"]):
+                    found[rank] = self._store.get(f"place/{rank}").decode()
+        return found
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that see other tokens; in place."""

@@ -21,7 +21,7 @@ Record: TypeAlias = Mapping[str, RecordValue]
 
 _SHOWN_FIRST = ("epoch", "num_updates", "loss", "ppl", "bits_per_byte")
 _LABELS = {"num_updates": "update", "bits_per_byte": "bits/byte", "wps": "tokens/s"}
-_HIDDEN = ("kind", "event", "subset")
+_HIDDEN = ("kind", "event")
 # Whoever wants these reads metrics.jsonl; a line for people has to fit on a screen.
 _HIDDEN_IN_TRAIN = (
     *_HIDDEN,
@@ -123,7 +123,9 @@ def describe_record(record: Record) -> str:
     kind = record.get("kind")
     title = record.get("subset") if kind == "valid" else record.get("event", kind)
     first = [key for key in _SHOWN_FIRST if key in record]
-    hidden = _HIDDEN_IN_TRAIN if kind == "train" else _HIDDEN
+    hidden: tuple[str, ...] = _HIDDEN_IN_TRAIN if kind == "train" else _HIDDEN
+    if kind == "valid":
+        hidden = (*hidden, "subset")
     if record.get("loss_scale") == 1:
         hidden = (*hidden, "loss_scale")
     if kind == "train":

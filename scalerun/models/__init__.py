@@ -2,6 +2,7 @@
 
 from scalerun.models import (
     beit3,
+    deepnet,
     longnet,
     retnet,
     transformer_encoder,
@@ -28,6 +29,7 @@ __all__ = [
     "DecoderOutput",
     "beit3",
     "build_model",
+    "deepnet",
     "longnet",
     "register_model",
     "register_model_architecture",

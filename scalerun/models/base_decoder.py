@@ -89,6 +89,11 @@ class BaseDecoder(BaseModel):
         """Whether ``document_ids_BT`` can be given."""
         return True
 
+    @property
+    def reads_positions(self) -> bool:
+        """Whether ``positions_BT`` changes anything."""
+        return True
+
     @abstractmethod
     def init_incremental_state(self, batch_size: int, max_length: int) -> IncrementalState:
         """An empty decoding state.

@@ -175,6 +175,10 @@ class ArchRegistry:
         """All names that ``--arch`` accepts, sorted."""
         return sorted({*MODEL_REGISTRY.names(), *self._presets})
 
+    def kinds(self) -> list[str]:
+        """Names of the models, sorted, without those of the presets."""
+        return MODEL_REGISTRY.names()
+
     def config_for(self, arch_name: str) -> ScalerunDataclass:
         """A fresh configuration.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import nn
@@ -39,9 +38,6 @@ from scalerun.modules.positions.rotary import Rotary
 from scalerun.modules.positions.sinusoidal import SinusoidalPositions
 from scalerun.modules.positions.xpos import XPos
 from scalerun.modules.residual import DeepNorm, PostNorm, PreNorm, Residual
-
-if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh
 
 ACTIVATIONS: dict[str, Activation] = {"relu": F.relu, "gelu": F.gelu, "swish": F.silu}
 
@@ -95,20 +91,30 @@ class StackParts(ABC):
                 )
         raise AssertionError(self.axes.init)
 
-    def one_norm(self, dim: int, tp_mesh: DeviceMesh | None = None) -> nn.Module:
-        """A norm over ``dim`` features, which an axis may share."""
+    def one_norm(self, dim: int) -> nn.Module:
+        """A norm over ``dim`` features."""
         match self.axes.norm:
             case "layer_norm":
-                return LayerNorm(dim, self.cfg.layernorm_eps, tp_mesh)
+                return LayerNorm(dim, self.cfg.layernorm_eps)
             case "rms_norm":
-                return RMSNorm(dim, self.cfg.layernorm_eps, tp_mesh)
+                return RMSNorm(dim, self.cfg.layernorm_eps)
         raise AssertionError(self.axes.norm)
 
-    def norm(self, dim: int, tp_mesh: DeviceMesh | None = None) -> nn.Module:
+    def norm(self, dim: int) -> nn.Module:
         """The same, or one for each half of a multiway stack."""
         if self.stack.multiway:
-            return Multiway(self.one_norm(dim, tp_mesh), self.one_norm(dim, tp_mesh))
-        return self.one_norm(dim, tp_mesh)
+            return Multiway(self.one_norm(dim), self.one_norm(dim))
+        return self.one_norm(dim)
+
+    def inner_norm(self, dim: int) -> nn.Module | None:
+        """The norm inside a branch, which shares its features as the branch does; or None."""
+        if not self.axes.inner_norm:
+            return None
+        norm, mesh = self.one_norm(dim), self.meshes.tensor
+        if mesh is not None and type(norm) in (LayerNorm, RMSNorm):
+            assert isinstance(norm, LayerNorm | RMSNorm)
+            norm.spread_over(mesh)
+        return norm
 
     @abstractmethod
     def mixer(self, layer: int) -> Mixer:
@@ -134,7 +140,6 @@ class StackParts(ABC):
 
     def dense_ffn(self) -> PerToken:
         """A feed-forward layer that all tokens go through."""
-        tp = self.meshes.tensor
         kinds: dict[str, type[FeedForward] | type[GLU]] = {"ffn": FeedForward, "glu": GLU}
         return kinds[self.axes.ffn](
             self.stack.dim,
@@ -142,8 +147,8 @@ class StackParts(ABC):
             init=self.weights.ffn,
             activation=ACTIVATIONS[self.cfg.activation_fn],
             activation_dropout=self.cfg.activation_dropout,
-            inner_norm=self.one_norm(self.stack.ffn_dim, tp) if self.axes.inner_norm else None,
-            tp_mesh=tp,
+            inner_norm=self.inner_norm(self.stack.ffn_dim),
+            tp_mesh=self.meshes.tensor,
         )
 
     def moe_layer(self) -> MoELayer:
@@ -291,7 +296,7 @@ class TransformerParts(StackParts):
                     self.stack.num_heads,
                     init=self.weights.attention,
                     dropout=self.cfg.attention_dropout,
-                    inner_norm=self.inner_norm(),
+                    inner_norm=self.attention_norm(),
                     multiway=self.stack.multiway,
                     tp_mesh=self.meshes.tensor,
                 )
@@ -302,15 +307,21 @@ class TransformerParts(StackParts):
                     init=self.weights.attention,
                     dilation=self.cfg.dilation(zero_keys=self.stack.zero_keys),
                     dropout=self.cfg.attention_dropout,
-                    inner_norm=self.inner_norm(),
+                    inner_norm=self.attention_norm(),
                     multiway=self.stack.multiway,
                     tp_mesh=self.meshes.tensor,
                 )
         raise AssertionError(self.axes.mixer)
 
-    def inner_norm(self) -> nn.Module | None:
-        """The norm inside of attention."""
-        return self.norm(self.stack.dim, self.meshes.tensor) if self.axes.inner_norm else None
+    def attention_norm(self) -> nn.Module | None:
+        """The norm inside of attention, or one for each half of a multiway stack; or None."""
+        dim = self.stack.dim
+        norm = self.inner_norm(dim)
+        if norm is None or not self.stack.multiway:
+            return norm
+        other = self.inner_norm(dim)
+        assert other is not None
+        return Multiway(norm, other)
 
     def cross_mixer(self, layer: int) -> Mixer | None:
         """The part of a layer (from 0) that reads an encoder's output; None without one.

@@ -65,7 +65,9 @@ class MoEConfig(ScalerunDataclass):
         -1.0, "places of an expert in evaluation, as a share of tokens; -1: as in training"
     )
     moe_deterministic_eval: bool = option(
-        True, "draw no second experts in evaluation: use those that are used more often than not"
+        True,
+        "draw no second experts in evaluation: use those that are used more often than not; "
+        "--no-moe-deterministic-eval draws from torch's own generator, whatever --seed is",
     )
     moe_mask_padding: bool = option(True, "do not route padding; TorchScale does")
 

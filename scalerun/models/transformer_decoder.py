@@ -98,13 +98,9 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
             source: what cross-attention reads; with an incremental state given once.
             loss: computed in place of the logits.
         """
-        batch_size, num_tokens = tokens_BT.shape
-        state = incremental_state
-        if state is None:
-            state = IncrementalState([], batch_size=batch_size, max_length=num_tokens)
-        elif positions_BT is not None or document_ids_BT is not None:
-            raise ValueError("an incremental state excludes positions_BT and document_ids_BT")
-        state.check(batch_size, num_tokens)
+        num_tokens = tokens_BT.shape[1]
+        arranged = positions_BT is not None or document_ids_BT is not None
+        state = _begun(incremental_state, tokens_BT.shape, arranged=arranged)
         if source is not None:
             state.source = source
         self.check_positions(positions_BT, state.length + num_tokens)
@@ -124,19 +120,22 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
             center=(state.max_length + 1) // 2,
             dtype=computing_dtype(x_BTD),
         )
-        if time_mesh is not None:
-            context = replace(context, time_mesh=time_mesh)
         if state.source is not None:
             read = self._source(state.source, queries_BT, dtype=computing_dtype(x_BTD))
             context = replace(context, source=read)
+        if time_mesh is not None:
+            context = replace(context, time_mesh=time_mesh)
         x_BTD, reports = self.run_layers(x_BTD, context, state=state)
         state.advance(num_tokens)
-        last_BTD = x_BTD[:, -1:] if last_token_only else x_BTD
-        return self._output(last_BTD, reports, loss, time_mesh)
+        return self._output(x_BTD[:, -1:] if last_token_only else x_BTD, reports, loss, time_mesh)
 
     @property
     def masks_documents(self) -> bool:
         return self.reads_bias
+
+    @property
+    def reads_positions(self) -> bool:
+        return self.embedding.positions is not None
 
     def _context(
         self,
@@ -235,3 +234,20 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
 
     def training_flops_per_token(self, sequence_length: int) -> int:
         return self.flops_per_token(sequence_length) + 6 * self.embedding.tokens.weight.numel()
+
+
+def _begun(
+    state: IncrementalState | None, shape: tuple[int, ...], *, arranged: bool
+) -> IncrementalState:
+    """The state that tokens (B, T) extend; without one, an empty one that keeps nothing.
+
+    Args:
+        arranged: positions or documents are given, which follow from a state.
+    """
+    batch_size, num_tokens = shape
+    if state is None:
+        state = IncrementalState([], batch_size=batch_size, max_length=num_tokens)
+    elif arranged:
+        raise ValueError("an incremental state excludes positions_BT and document_ids_BT")
+    state.check(batch_size, num_tokens)
+    return state

@@ -48,6 +48,14 @@ def lm_base() -> TransformerConfig:
     )
 
 
+@register_model_architecture(MODEL, "gpt_base")
+def gpt_base() -> TransformerConfig:
+    """``lm_base`` as TorchScale's documented command trains it: GELU, tied embeddings."""
+    return lm_base().replace(
+        activation_fn="gelu", attention_dropout=0.1, share_decoder_input_output_embed=True
+    )
+
+
 def opt(*, layers: int, dim: int, heads: int) -> TransformerConfig:
     """A size of OPT (Zhang et al. 2022, arXiv:2205.01068, table 1).
 

@@ -137,6 +137,17 @@ def mlm_base() -> TransformerMLMConfig:
     )
 
 
+@register_model_architecture(MODEL, "bert_base")
+def bert_base() -> TransformerMLMConfig:
+    """``mlm_base`` as TorchScale's documented command trains it: DeepNorm, a bias by distance.
+
+    The bias comes on top of the learned positions.
+    """
+    return mlm_base().replace(
+        encoder_normalize_before=None, deepnorm=True, rel_pos_buckets=32, max_rel_pos=128
+    )
+
+
 @register_model_architecture(MODEL, "mlm_tiny")
 def mlm_tiny() -> TransformerMLMConfig:
     """The size of ``lm_tiny``."""

@@ -95,6 +95,12 @@ def mt_base() -> TransformerMTConfig:
     )
 
 
+@register_model_architecture(MODEL, "mt_tied_base")
+def mt_tied_base() -> TransformerMTConfig:
+    """``mt_base`` as TorchScale's documented command trains it: dropout 0.3, a tied decoder."""
+    return mt_base().replace(dropout=0.3, share_decoder_input_output_embed=True)
+
+
 @register_model_architecture(MODEL, "mt_tiny")
 def mt_tiny() -> TransformerMTConfig:
     """About the size of ``lm_tiny`` on each side."""

@@ -1,4 +1,4 @@
-"""X-MoE: decoders whose every second layer has experts.
+"""X-MoE: transformers whose every second layer has experts.
 
 Source: Chi et al. 2022, arXiv:2204.09179. The plain block's feed-forward layer becomes a mixture of
 experts of the same shape, of which two see each token; the gate compares tokens and experts in a
@@ -12,7 +12,11 @@ from typing import Any
 
 from scalerun.models.base_model import register_model_architecture
 from scalerun.models.transformer_config import TransformerConfig
-from scalerun.models.transformer_lm import MODEL, lm_base, lm_tiny
+from scalerun.models.transformer_lm import MODEL, gpt_base, lm_base, lm_tiny
+from scalerun.models.transformer_mlm import MODEL as MLM_MODEL
+from scalerun.models.transformer_mlm import TransformerMLMConfig, bert_base
+from scalerun.models.transformer_mt import MODEL as MT_MODEL
+from scalerun.models.transformer_mt import TransformerMTConfig, mt_tied_base
 
 XMOE: dict[str, Any] = {
     "moe_freq": 2,
@@ -39,3 +43,21 @@ def xmoe_tiny() -> TransformerConfig:
 def xmoe_base() -> TransformerConfig:
     """``lm_base`` with 64 experts in every second layer, as TorchScale's BERT example has them."""
     return lm_base().replace(**XMOE, moe_expert_count=64)
+
+
+@register_model_architecture(MODEL, "xmoe_gpt_base")
+def xmoe_gpt_base() -> TransformerConfig:
+    """``gpt_base`` with 2 experts, as in TorchScale's command."""
+    return gpt_base().replace(**XMOE, moe_expert_count=2)
+
+
+@register_model_architecture(MLM_MODEL, "xmoe_bert_base")
+def xmoe_bert_base() -> TransformerMLMConfig:
+    """``bert_base`` with 64 experts, as in TorchScale's command."""
+    return bert_base().replace(**XMOE, moe_expert_count=64)
+
+
+@register_model_architecture(MT_MODEL, "xmoe_mt_base")
+def xmoe_mt_base() -> TransformerMTConfig:
+    """``mt_tied_base`` with 2 experts in encoder and decoder, as in TorchScale's command."""
+    return mt_tied_base().replace(**XMOE, moe_expert_count=2)

@@ -26,6 +26,7 @@ from scalerun.modules.megatron.mappings import copy_to, enter
 from scalerun.modules.megatron.random import rank_stream
 from scalerun.modules.mixer import Mixer
 from scalerun.modules.multiway import Multiway, route
+from scalerun.modules.norm import normed_inside
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
@@ -158,7 +159,7 @@ class Attention(Mixer):
         """The heads, normed if there is an inner norm, through the output projection."""
         y_BTD = y_BHTK.transpose(1, 2).flatten(2)
         if self.inner_norm is not None:
-            y_BTD = route(self.inner_norm, y_BTD, context)
+            y_BTD = normed_inside(self.inner_norm, y_BTD, self.tp_mesh, context)
         if context.time_mesh is not None:
             return self.out_proj(y_BTD, context.time_mesh)
         return route(self.out_proj, y_BTD, context)

@@ -17,6 +17,7 @@ from scalerun.modules.drop_path import dropout
 from scalerun.modules.init import LinearInit
 from scalerun.modules.megatron.layers import ColumnParallelLinear, RowParallelLinear
 from scalerun.modules.megatron.mappings import enter
+from scalerun.modules.norm import normed_inside
 from scalerun.modules.per_token import PerToken
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class FeedForward(PerToken):
         h_BTF = self.activation(self.fc1(x_BTD))
         h_BTF = dropout(h_BTF, self.activation_dropout, training=self.training, mesh=self.tp_mesh)
         if self.inner_norm is not None:
-            h_BTF = self.inner_norm(h_BTF)
+            h_BTF = normed_inside(self.inner_norm, h_BTF, self.tp_mesh, context)
         return self.fc2(h_BTF, context.time_mesh), None
 
     def num_active_weights(self) -> int:
@@ -121,7 +122,7 @@ class GLU(PerToken):
         h_BTF = self.activation(self.fc1(x_BTD)) * self.gate(x_BTD)
         h_BTF = dropout(h_BTF, self.activation_dropout, training=self.training, mesh=self.tp_mesh)
         if self.inner_norm is not None:
-            h_BTF = self.inner_norm(h_BTF)
+            h_BTF = normed_inside(self.inner_norm, h_BTF, self.tp_mesh, context)
         return self.fc2(h_BTF, context.time_mesh), None
 
     def num_active_weights(self) -> int:

@@ -29,6 +29,7 @@ class Multiway(nn.Module):
         super().__init__()
         self.A = a
         self.B = b
+        self.tp_mesh = getattr(a, "tp_mesh", None)
 
     def forward(self, x_BT: Tensor, split: int | None) -> Tensor:
         """Both halves' outputs, joined.

@@ -47,7 +47,9 @@ class StreamingLanguageModelingConfig(ScalerunDataclass):
     )
     tokens_per_sample: int = option(1024, "tokens in a sequence")
     document_masking: bool = option(False, "attention stays inside a document")
-    reset_positions: bool = option(False, "positions count from the start of each document")
+    reset_positions: bool = option(
+        False, "absolute positions count from the start of each document"
+    )
     corpus_weights: dict[str, float] = option(
         {}, "shares of the training tokens by corpus (file name), such as web=0.7,books=0.3"
     )
@@ -116,6 +118,11 @@ class StreamingLanguageModelingTask(BaseTask):
             raise ConfigError(
                 f"--document-masking needs attention, and the mixers of --arch {model_cfg._name} "
                 "have a rule of their own; remove it"
+            )
+        if self.cfg.reset_positions and not model.reads_positions:
+            raise ConfigError(
+                "--reset-positions has no effect without absolute positions, and --arch "
+                f"{model_cfg._name} has none with these settings; remove it"
             )
 
     @classmethod

@@ -33,8 +33,11 @@ def test_both_prefixes_are_an_encoder_decoder(golden_state: StateMaker) -> None:
 def test_fields_name_a_stack_without_prefix(golden_state: StateMaker, side: str) -> None:
     state = golden_state(side=side)
     assert recognize(state, [f"{side}_layers", "dropout"]).kind == side
-    with pytest.raises(UserError, match="do not tell an encoder from a decoder"):
-        recognize(state, ["dropout"])
+    with pytest.raises(UserError, match="do not tell an encoder from a decoder") as caught:
+        recognize(state, ["dropout", "layernorm_eps"])
+    assert str(caught.value).endswith(
+        "what they do not say either: activation_fn, no_scale_embedding, segment_length"
+    )
 
 
 @pytest.mark.parametrize(

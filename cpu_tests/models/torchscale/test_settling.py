@@ -72,6 +72,16 @@ def test_everything_that_is_missing_is_listed_at_once(decoder: Callable[..., Set
     assert "no_scale_embedding: true, segment_length: null, deepnorm: false)" in str(caught.value)
 
 
+def test_segments_and_their_ratios_are_asked_for_together(decoder: Callable[..., Settled]) -> None:
+    """Ratios have no default that TorchScale could have taken."""
+    given = DECODER | {"segment_length": [4, 8]}
+    with pytest.raises(UserError, match="do not say dilated_ratio; .* --torchscale-config$"):
+        decoder(given)
+    del given["activation_fn"]
+    with pytest.raises(UserError, match="do not say activation_fn, dilated_ratio; name"):
+        decoder(given)
+
+
 def test_the_old_version_has_no_segments(decoder: Callable[..., Settled]) -> None:
     given = {key: value for key, value in DECODER.items() if key != "segment_length"}
     assert decoder(given, version="0.3.0").versions == ("0.3.0",)
@@ -153,6 +163,13 @@ def test_a_record_needs_no_more_and_may_say_more(decoder: Callable[..., Settled]
     settled = decoder(record, complete=True)
     assert settled.config.dropout == 0.1
     assert settled.config.activation_fn == "gelu"
+    # A field that is not set is not said; "" says that there are no segments.
+    assert settled.assumed == {
+        "activation_fn": "gelu",
+        "layernorm_eps": 1e-5,
+        "no_scale_embedding": True,
+    }
+    assert not decoder(DECODER).assumed
 
 
 def test_other_kinds_settle_too(golden_state: StateMaker) -> None:
@@ -197,8 +214,10 @@ def retnet_state() -> dict[str, Tensor]:
 def test_a_retnet_depends_on_the_version() -> None:
     given = {"activation_fn": "swish", "layernorm_eps": 1e-6, "no_scale_embedding": False}
     found = recognize(retnet_state())
-    with pytest.raises(UserError, match="do not say deepnorm;"):
+    with pytest.raises(UserError, match="do not say deepnorm; .*, and give --torchscale-version$"):
         settle(found, given)
+    with pytest.raises(UserError, match=r"deepnorm: false\)$"):
+        settle(found, given, version="main")
     with pytest.raises(ConfigError, match="give --torchscale-version"):
         settle(found, given | {"deepnorm": False})
     for version, mode in (("main", "torchscale"), ("0.3.0", "torchscale_0.3.0")):

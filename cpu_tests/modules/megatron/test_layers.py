@@ -6,13 +6,14 @@ from torch import nn
 
 from cpu_tests.world import run_world
 from scalerun.distributed.mesh import ParallelDims, build_meshes
+from scalerun.modules.block_context import BlockContext
 from scalerun.modules.init import LinearInit, initialize, normal
 from scalerun.modules.megatron.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from scalerun.modules.norm import LayerNorm, RMSNorm
+from scalerun.modules.norm import LayerNorm, RMSNorm, normed
 
 INIT = LinearInit(normal(0.4), normal(0.3))
 VOCAB, DIM = 12, 4
@@ -116,7 +117,14 @@ def embedding(mesh, rank):
 def norms(mesh, rank):
     """Features that are spread, and tokens that are."""
     for kind in (LayerNorm, RMSNorm):
-        spread, plain = pair(lambda tp_mesh, kind=kind: kind(6, 1e-3, tp_mesh), mesh)
+
+        def make(tp_mesh, kind=kind):
+            norm = kind(6, 1e-3)
+            if tp_mesh is not None:
+                norm.spread_over(tp_mesh)
+            return norm
+
+        spread, plain = pair(make, mesh)
         x, expected_x = inputs(2, 4, 6)
         own = slice(3 * rank, 3 * rank + 3)
         y, expected = spread(x[..., own]), plain(expected_x)
@@ -126,23 +134,25 @@ def norms(mesh, rank):
         close(x.grad[..., own], expected_x.grad[..., own])
         same_gradients(spread, plain)
 
-        shared, plain = pair(lambda tp_mesh, kind=kind: kind(6, 1e-3), None)
+        shared, plain = pair(make, None)
         x, expected_x = inputs(2, 4, 6)
         own = slice(2 * rank, 2 * rank + 2)
-        y, expected = shared(x[:, own], mesh), plain(expected_x)
+        y = normed(shared, x[:, own], BlockContext(time_mesh=mesh))
+        expected = plain(expected_x)
         close(y, expected[:, own])
         ((y + 1) ** 3).sum().backward()
         ((expected + 1) ** 3).sum().backward()
         same_gradients(shared, plain)
     far = torch.full((1, 3), 1e4) + torch.tensor([-0.5, 0.0, 0.5]) * (1 + rank)
-    normed = LayerNorm(6, 1e-5, mesh)
-    initialize(normed, 1)
+    norm = LayerNorm(6, 1e-5)
+    norm.spread_over(mesh)
+    initialize(norm, 1)
     together = torch.cat((far - 0.0, far))  # two rows, so that the shapes have no 1
     both = torch.cat(
         [torch.full((2, 3), 1e4) + torch.tensor([-0.5, 0.0, 0.5]) * (1 + r) for r in range(2)], 1
     )
     expected = F.layer_norm(both.double(), (6,), eps=1e-5)[:, 3 * rank : 3 * rank + 3]
-    torch.testing.assert_close(normed(together).double(), expected, rtol=0, atol=1e-3)
+    torch.testing.assert_close(norm(together).double(), expected, rtol=0, atol=1e-3)
 
 
 def work(rank):

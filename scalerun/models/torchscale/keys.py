@@ -10,54 +10,59 @@ from torch import Tensor
 
 from scalerun.dataclass.errors import UserError
 from scalerun.models.torchscale.moe import GATE_RENAMES, stack_experts
+from scalerun.models.torchscale.renames import Renames
 from scalerun.modules.positions.xpos import pair_scales
 
-HALF = r"((?:\.[AB])?)"
-"""Which half of a multiway layer, if it is one."""
-
-RENAMES = (
-    (r"embed_tokens\.(weight)", r"embedding.tokens.\1"),
-    (rf"embed_positions{HALF}\.(weight)", r"embedding.positions\1.\2"),
-    (rf"layernorm_embedding{HALF}\.(weight|bias)", r"embedding.norm\1.\2"),
-    (rf"layer_norm{HALF}\.(weight|bias)", r"final_norm\1.\2"),
-    (r"output_projection\.(weight)", r"output_projection.\1"),
-    (r"output_projection\.(dense\.weight|dense\.bias|bias)", r"head.\1"),
-    (r"output_projection\.layer_norm\.(weight|bias)", r"head.norm.\1"),
+RENAMES = Renames(
     (
-        r"(?:self_attn_)?relative_position\.relative_attention_bias\.(weight)",
-        r"relative_position.\1",
-    ),
-    (r"cross_attn_relative_position\.relative_attention_bias\.(weight)", r"cross_position.\1"),
-    (
-        rf"layers\.(\d+)\.self_attn\.([qkv]|out)_proj{HALF}\.(weight|bias)",
-        r"layers.\1.mixer.\2_proj\3.\4",
-    ),
-    (
-        rf"layers\.(\d+)\.self_attn\.inner_attn_ln{HALF}\.(weight|bias)",
-        r"layers.\1.mixer.inner_norm\2.\3",
-    ),
-    (
-        rf"layers\.(\d+)\.self_attn_layer_norm{HALF}\.(weight|bias)",
-        r"layers.\1.mixer_residual.norm\2.\3",
-    ),
-    (
-        r"layers\.(\d+)\.encoder_attn\.([qkv]|out)_proj\.(weight|bias)",
-        r"layers.\1.cross_mixer.\2_proj.\3",
-    ),
-    (
-        r"layers\.(\d+)\.encoder_attn_layer_norm\.(weight|bias)",
-        r"layers.\1.cross_residual.norm.\2",
-    ),
-    (rf"layers\.(\d+)\.ffn{HALF}\.(fc1|fc2)\.(weight|bias)", r"layers.\1.ffn\2.\3.\4"),
-    (
-        rf"layers\.(\d+)\.ffn{HALF}\.ffn_layernorm\.(weight|bias)",
-        r"layers.\1.ffn\2.inner_norm.\3",
-    ),
-    (
-        rf"layers\.(\d+)\.final_layer_norm{HALF}\.(weight|bias)",
-        r"layers.\1.ffn_residual.norm\2.\3",
-    ),
-    *GATE_RENAMES,
+        ("embed_tokens.weight", "embedding.tokens.weight"),
+        ("embed_positions{half}.weight", "embedding.positions{half}.weight"),
+        ("layernorm_embedding{half}.{kind}", "embedding.norm{half}.{kind}"),
+        ("layer_norm{half}.{kind}", "final_norm{half}.{kind}"),
+        ("output_projection.weight", "output_projection.weight"),
+        ("output_projection.bias", "head.bias"),
+        ("output_projection.dense.{kind}", "head.dense.{kind}"),
+        ("output_projection.layer_norm.{kind}", "head.norm.{kind}"),
+        (
+            "self_attn_relative_position.relative_attention_bias.weight",
+            "relative_position.weight",
+        ),
+        ("relative_position.relative_attention_bias.weight", "relative_position.weight"),
+        (
+            "cross_attn_relative_position.relative_attention_bias.weight",
+            "cross_position.weight",
+        ),
+        (
+            "layers.{layer}.self_attn.{qkvo}_proj{half}.{kind}",
+            "layers.{layer}.mixer.{qkvo}_proj{half}.{kind}",
+        ),
+        (
+            "layers.{layer}.self_attn.inner_attn_ln{half}.{kind}",
+            "layers.{layer}.mixer.inner_norm{half}.{kind}",
+        ),
+        (
+            "layers.{layer}.self_attn_layer_norm{half}.{kind}",
+            "layers.{layer}.mixer_residual.norm{half}.{kind}",
+        ),
+        (
+            "layers.{layer}.encoder_attn.{qkvo}_proj.{kind}",
+            "layers.{layer}.cross_mixer.{qkvo}_proj.{kind}",
+        ),
+        (
+            "layers.{layer}.encoder_attn_layer_norm.{kind}",
+            "layers.{layer}.cross_residual.norm.{kind}",
+        ),
+        ("layers.{layer}.ffn{half}.{fc}.{kind}", "layers.{layer}.ffn{half}.{fc}.{kind}"),
+        (
+            "layers.{layer}.ffn{half}.ffn_layernorm.{kind}",
+            "layers.{layer}.ffn{half}.inner_norm.{kind}",
+        ),
+        (
+            "layers.{layer}.final_layer_norm{half}.{kind}",
+            "layers.{layer}.ffn_residual.norm{half}.{kind}",
+        ),
+        *GATE_RENAMES,
+    )
 )
 SINUSOIDAL_KEY = "embed_positions._float_tensor"
 
@@ -75,7 +80,12 @@ def convert_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if re.fullmatch(r"layers\.\d+\.self_attn\.xpos\.scale", key):
             _check_xpos_table(key, tensor)
             continue
-        converted[_renamed(key)] = tensor
+        name = RENAMES.ours(key)
+        if name is None:
+            raise UserError(
+                f"the state dict has {key}, which this kind of TorchScale model does not have"
+            )
+        converted[name] = tensor
     return converted
 
 
@@ -88,14 +98,6 @@ def drop_unused_halves(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A multiway decoder's state dict without its B halves, which no token ever went through."""
     kept = {key: t for key, t in state.items() if ".B." not in key}
     return {key.replace(".A.", "."): tensor for key, tensor in kept.items()}
-
-
-def _renamed(key: str) -> str:
-    for pattern, name in RENAMES:
-        match = re.fullmatch(pattern, key)
-        if match:
-            return match.expand(name)
-    raise UserError(f"the state dict has {key}, which this kind of TorchScale model does not have")
 
 
 def _check_xpos_table(key: str, table: Tensor) -> None:

@@ -13,12 +13,12 @@ from scalerun.dataclass.errors import UserError
 from scalerun.models.torchscale.configs import SharedConfig
 
 GATE_RENAMES = (
-    (r"layers\.(\d+)\.moe_layer\.gate\.wg\.(weight)", r"layers.\1.ffn.router.gate.\2"),
+    ("layers.{layer}.moe_layer.gate.wg.weight", "layers.{layer}.ffn.router.gate.weight"),
     (
-        r"layers\.(\d+)\.moe_layer\.gate\.wg_reduction\.weight",
-        r"layers.\1.ffn.router.gate.reduction",
+        "layers.{layer}.moe_layer.gate.wg_reduction.weight",
+        "layers.{layer}.ffn.router.gate.reduction",
     ),
-    (r"layers\.(\d+)\.moe_layer\.gate\.wg", r"layers.\1.ffn.router.gate.expert_rows"),
+    ("layers.{layer}.moe_layer.gate.wg", "layers.{layer}.ffn.router.gate.expert_rows"),
 )
 MOE = (
     "moe_freq",
@@ -34,6 +34,7 @@ MOE = (
 EXPERT_KEY = re.compile(
     r"layers\.(\d+)\.moe_layer\.experts\.(\d+)\.(fc1|fc2|ffn_layernorm)\.(weight|bias)"
 )
+STACKED_KEY = re.compile(r"layers\.(\d+)\.ffn\.experts\.(fc1_|fc2_|inner_norm\.)(weight|bias)")
 
 
 def moe_settings(given: SharedConfig) -> dict[str, Any]:
@@ -90,3 +91,13 @@ def stack_experts(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
             raise UserError(f"the state dict's experts of {name} are not all there, or differ")
         stacked[name] = torch.stack(tensors)
     return rest, stacked
+
+
+def expert_keys(name: str, num_experts: int) -> list[str] | None:
+    """TorchScale's keys for what we stack under a name, by number; None if it is no such name."""
+    match = STACKED_KEY.fullmatch(name)
+    if match is None:
+        return None
+    layer, part, kind = match.groups()
+    part = "ffn_layernorm" if part == "inner_norm." else part.rstrip("_")
+    return [f"layers.{layer}.moe_layer.experts.{e}.{part}.{kind}" for e in range(num_experts)]

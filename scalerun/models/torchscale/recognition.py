@@ -11,7 +11,14 @@ from torch import Tensor
 from scalerun.dataclass.errors import UserError
 from scalerun.models.torchscale.beit3 import PREFIX as BEIT3
 from scalerun.models.torchscale.beit3 import TEXT
-from scalerun.models.torchscale.facts import EMBEDDING, SIDES
+from scalerun.models.torchscale.facts import (
+    EMBEDDING,
+    SIDES,
+    expert_facts,
+    stack_facts,
+    unsaid,
+    unsaid_of_experts,
+)
 from scalerun.models.torchscale.keys import without_prefix
 
 RETENTION = r"layers\.\d+\.retention\."
@@ -98,5 +105,15 @@ def _side_of(state: Mapping[str, Tensor], names: Iterable[str]) -> str:
         return named.pop()
     raise UserError(
         "the keys do not tell an encoder from a decoder; name encoder_attention_heads or "
-        "decoder_attention_heads in a file for --torchscale-config"
+        "decoder_attention_heads in a file for --torchscale-config, and what they do not say "
+        f"either: {', '.join(_unsaid_of_both(state, names))}"
     )
+
+
+def _unsaid_of_both(state: Mapping[str, Tensor], given: Iterable[str]) -> list[str]:
+    """Fields that have to be named for an encoder or for a decoder, besides the heads."""
+    names = [name for side in SIDES for name in unsaid(side, state, stack_facts(side, state))]
+    experts = expert_facts(state)
+    names += unsaid_of_experts(experts, {}) if experts else []
+    known = {*given, *(f"{side}_attention_heads" for side in SIDES)}
+    return [name for name in dict.fromkeys(names) if name not in known]

@@ -17,6 +17,7 @@ from scalerun.models.retnet import RetNetConfig as OurConfig
 from scalerun.models.torchscale.configs import OVERRIDDEN, SharedConfig, as_config
 from scalerun.models.torchscale.loader import Translation, drop_tied
 from scalerun.models.torchscale.moe import GATE_RENAMES, moe_settings, stack_experts
+from scalerun.models.torchscale.renames import Renames
 from scalerun.modules.init import initialize
 from scalerun.modules.retention_decay import angles, log_decays
 
@@ -51,16 +52,21 @@ SAME = (
 )
 """Fields that mean the same here."""
 
-RENAMES = (
-    (r"embed_tokens\.weight", r"embedding.tokens.weight"),
-    (r"layernorm_embedding\.weight", r"embedding.norm.weight"),
-    (r"layer_norm\.weight", r"final_norm.weight"),
-    (r"output_projection\.weight", r"output_projection.weight"),
-    (r"layers\.(\d+)\.retention\.([qkvg]|out)_proj\.weight", r"layers.\1.mixer.\2_proj.weight"),
-    (r"layers\.(\d+)\.retention_layer_norm\.weight", r"layers.\1.mixer_residual.norm.weight"),
-    (r"layers\.(\d+)\.ffn\.(fc1|gate|fc2)\.weight", r"layers.\1.ffn.\2.weight"),
-    (r"layers\.(\d+)\.final_layer_norm\.weight", r"layers.\1.ffn_residual.norm.weight"),
-    *GATE_RENAMES,
+RENAMES = Renames(
+    (
+        ("embed_tokens.weight", "embedding.tokens.weight"),
+        ("layernorm_embedding.weight", "embedding.norm.weight"),
+        ("layer_norm.weight", "final_norm.weight"),
+        ("output_projection.weight", "output_projection.weight"),
+        (
+            "layers.{layer}.retention.{qkvgo}_proj.weight",
+            "layers.{layer}.mixer.{qkvgo}_proj.weight",
+        ),
+        ("layers.{layer}.retention_layer_norm.weight", "layers.{layer}.mixer_residual.norm.weight"),
+        ("layers.{layer}.ffn.{fcg}.weight", "layers.{layer}.ffn.{fcg}.weight"),
+        ("layers.{layer}.final_layer_norm.weight", "layers.{layer}.ffn_residual.norm.weight"),
+        *GATE_RENAMES,
+    )
 )
 
 TABLES: dict[str, Callable[[int], Tensor]] = {
@@ -189,16 +195,11 @@ def convert_retnet_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if key in TABLES:
             _check_table(key, tensor)
         else:
-            converted[_renamed(key)] = tensor
+            name = RENAMES.ours(key)
+            if name is None:
+                raise UserError(f"the state dict has {key}, which no TorchScale RetNet has")
+            converted[name] = tensor
     return converted
-
-
-def _renamed(key: str) -> str:
-    for pattern, name in RENAMES:
-        match = re.fullmatch(pattern, key)
-        if match:
-            return match.expand(name)
-    raise UserError(f"the state dict has {key}, which no TorchScale RetNet has")
 
 
 def _on_meta(cfg: OurConfig, vocab_size: int, padding_idx: int | None) -> RetNetLM:

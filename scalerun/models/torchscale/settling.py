@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from scalerun.dataclass.errors import ConfigError, UserError
@@ -82,6 +82,8 @@ class Settled:
     config: SharedConfig
     versions: tuple[str, ...]
     """Of TorchScale, all of which give this model."""
+    assumed: Mapping[str, Any]
+    """Fields that neither the weights nor a record say, with TorchScale's defaults."""
 
 
 def settle(
@@ -110,19 +112,20 @@ def settle(
     else:
         # TorchScale's way to say that there is none.
         given = {k: v for k, v in given.items() if not (k == "vocab_size" and v == -1)}
-        names = _unsaid(found, facts, version)
-        if facts["moe_freq"]:
-            names += unsaid_of_experts(facts, given)
-        _require(names, given, kind)
     config = kind.config.from_fields({**hints, **facts, **given})
+    missing = [name for name in _unsaid(found, facts, given, version) if name not in given]
+    if missing and not complete:
+        raise UserError(_request(missing, found, config, version))
     for name, value in facts.items():
         if getattr(config, name) != value:
             raise UserError(
                 f"the weights have {name} {value}, but the configuration gives "
                 f"{getattr(config, name)}; correct it, or give the weights that belong to it"
             )
-    versions = _versions(found, kind, config, version, complete=complete)
-    return Settled(kind.translate(config, found.state, version=versions[0]), config, versions)
+    versions = _versions(found, config, version, complete=complete)
+    translation = kind.translate(config, found.state, version=versions[0])
+    assumed = {name: getattr(config, name) for name in missing}
+    return Settled(translation, config, versions, assumed)
 
 
 def _facts(found: Recognized) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -150,26 +153,44 @@ def _facts(found: Recognized) -> tuple[dict[str, Any], dict[str, Any]]:
     return facts, hints
 
 
-def _unsaid(found: Recognized, facts: Mapping[str, Any], version: str | None) -> list[str]:
+def _unsaid(
+    found: Recognized, facts: Mapping[str, Any], given: Mapping[str, Any], version: str | None
+) -> list[str]:
+    """Fields that the weights do not decide, and that this model depends on."""
     if found.kind == "retnet":
-        return unsaid_of_retention(facts)
-    names: list[str] = []
-    for side, state in found.sides.items():
-        names += [name for name in unsaid(side, state, facts) if name not in names]
-    # LongNet came after 0.3.0.
-    return [name for name in names if not (name == "segment_length" and version == "0.3.0")]
+        names = unsaid_of_retention(facts)
+    else:
+        names = []
+        for side, state in found.sides.items():
+            names += [name for name in unsaid(side, state, facts) if name not in names]
+        # LongNet came after 0.3.0.
+        names = [name for name in names if not (name == "segment_length" and version == "0.3.0")]
+        if given.get("segment_length"):
+            names.append("dilated_ratio")
+    return names + (unsaid_of_experts(facts, given) if facts["moe_freq"] else [])
 
 
-def _require(names: list[str], given: Mapping[str, Any], kind: Kind) -> None:
-    missing = [name for name in names if name not in given]
-    if missing:
-        defaults = {field.name: field.default for field in fields(kind.config)}
-        raise UserError(
-            f"the weights alone do not say {', '.join(missing)}; name them in a YAML or JSON file "
-            "for --torchscale-config (where you left them out, TorchScale took "
-            + ", ".join(f"{name}: {_yaml(defaults[name])}" for name in missing)
-            + ")"
-        )
+def _request(
+    missing: list[str], found: Recognized, config: SharedConfig, version: str | None
+) -> str:
+    """The sentence that asks for everything that is missing, the version included."""
+    sentence = (
+        f"the weights alone do not say {', '.join(missing)}; name them in a YAML or JSON file "
+        "for --torchscale-config"
+    )
+    defaults = {field.name: field.default for field in fields(config)}
+    left_out = [name for name in missing if name != "dilated_ratio"]  # which has no default
+    if left_out:
+        sentence += " (where you left them out, TorchScale took "
+        sentence += ", ".join(f"{name}: {yaml_word(defaults[name])}" for name in left_out) + ")"
+    # Whatever the heads are: the versions do not differ in them.
+    heads: dict[str, Any] = {name: 1 for name in missing if name.endswith("_heads")}
+    trial = replace(config, **heads)
+    try:
+        differ = _differ(_fitting(found, trial, _candidates(trial, version)))
+    except ConfigError:
+        differ = False  # what is missing fits no default, and more cannot be said yet
+    return f"{sentence}, and give --torchscale-version" if differ else sentence
 
 
 def _of_the_record(kind: Kind, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,7 +201,6 @@ def _of_the_record(kind: Kind, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _versions(
     found: Recognized,
-    kind: Kind,
     config: SharedConfig,
     version: str | None,
     *,
@@ -191,20 +211,12 @@ def _versions(
     Raises:
         UserError: none does, or two do and differ.
     """
-    candidates = ["main", "0.3.0"] if version is None else [version]
-    if version is None and isinstance(config, AttentionFields) and config.segment_length:
-        candidates = ["main"]
+    candidates = _candidates(config, version)
     if complete:
         candidates = [OVERRIDDEN if each == "0.3.0" else each for each in candidates]
-    # Absolute positions are known by their weights; none at all contradicts nothing.
-    bare = {"no_token_positional_embeddings": True} if kind.has_positions else {}
-    norms = {side: has_final_norm(state) for side, state in found.sides.items()}
-    fitting: dict[str, dict[str, Any]] = {}
-    for each in candidates:
-        cfg = kind.settings(config, version=each, **bare)
-        if {stack.side: stack.final_norm for stack in cfg.stacks()} == norms:
-            fitting[each] = cfg.to_dict()
+    fitting = _fitting(found, config, candidates)
     if not fitting:
+        norms = _final_norms(found)
         has = " and ".join(f"{'a' if n else 'no'} norm after the {s}" for s, n in norms.items())
         names = [f"{side}_normalize_before" for side in norms] + ["deepnorm", "subln"]
         raise UserError(
@@ -212,7 +224,7 @@ def _versions(
             f"{' or '.join(candidates)} do not give; check {', '.join(names)} and "
             "--torchscale-version"
         )
-    if len({str(sorted(each.items())) for each in fitting.values()}) > 1:
+    if _differ(fitting):
         raise ConfigError(
             "TorchScale main and 0.3.0 read this configuration differently, and the weights fit "
             "both; give --torchscale-version"
@@ -220,7 +232,42 @@ def _versions(
     return tuple(fitting)
 
 
-def _yaml(value: Any) -> str:
+def _candidates(config: SharedConfig, version: str | None) -> list[str]:
+    """Versions that have such a configuration."""
+    if version is not None:
+        return [version]
+    if isinstance(config, AttentionFields) and config.segment_length:
+        return ["main"]
+    return ["main", "0.3.0"]
+
+
+def _fitting(
+    found: Recognized, config: SharedConfig, candidates: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Our settings by version, for those whose norms are where the weights have them."""
+    kind = KINDS[found.kind]
+    # Absolute positions are known by their weights; none at all contradicts nothing.
+    bare = {"no_token_positional_embeddings": True} if kind.has_positions else {}
+    norms = _final_norms(found)
+    fitting: dict[str, dict[str, Any]] = {}
+    for each in candidates:
+        cfg = kind.settings(config, version=each, **bare)
+        if {stack.side: stack.final_norm for stack in cfg.stacks()} == norms:
+            fitting[each] = cfg.to_dict()
+    return fitting
+
+
+def _final_norms(found: Recognized) -> dict[str, bool]:
+    return {side: has_final_norm(state) for side, state in found.sides.items()}
+
+
+def _differ(fitting: Mapping[str, dict[str, Any]]) -> bool:
+    """Whether versions make different models of one configuration."""
+    return len({str(sorted(each.items())) for each in fitting.values()}) > 1
+
+
+def yaml_word(value: Any) -> str:
+    """A field's value as a YAML file has it."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
