@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -80,13 +80,18 @@ def versions() -> dict[str, str]:
     }
 
 
-def build(shape: Shape, dtype: str = "fp32") -> tuple[torch.nn.Module, Callable[[Tensor], float]]:
+def build(
+    shape: Shape, dtype: str = "fp32", *, flags: Sequence[str] = ()
+) -> tuple[torch.nn.Module, Callable[[Tensor], float]]:
     """A model and one whole update on given tokens (batch, seq + 1): returns the mean loss, nats.
+
+    Args:
+        flags: further flags of ``scalerun.cli.train``.
 
     Raises:
         NotImplementedError: the shape has sparse attention.
     """
-    trainer = build_trainer(shape, dtype)
+    trainer = build_trainer(shape, dtype, flags)
 
     def step(tokens: Tensor) -> float:
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -161,19 +166,20 @@ def optimizer_flags() -> list[str]:
     ]
 
 
-def parse(shape: Shape, dtype: str) -> ScalerunConfig:
+def parse(shape: Shape, dtype: str, flags: Sequence[str] = ()) -> ScalerunConfig:
     """The configuration of a run of this shape."""
     words = ["unused", *model_flags(shape), *optimizer_flags(), "--seed", str(SEED)]
     words += ["--task", "streaming_language_modeling", "--tokenizer", "bytes", "--max-update", "1"]
     words += ["--cpu", "--bf16"] if dtype == "bf16" else ["--cpu"]
+    words += flags
     return parse_config(
         ScalerunConfig, words, prog="benchmark", choosers=CHOOSERS, load_plugins=load_plugins
     )
 
 
-def build_trainer(shape: Shape, dtype: str) -> Trainer:
+def build_trainer(shape: Shape, dtype: str, flags: Sequence[str]) -> Trainer:
     """A Trainer whose step can be called; it has neither data nor a place to save to."""
-    cfg = parse(shape, dtype)
+    cfg = parse(shape, dtype, flags)
     device = torch.device("cpu")
     model = build_model(
         cfg.model, vocab_size=shape.vocab, padding_idx=None, seed=SEED, device=device

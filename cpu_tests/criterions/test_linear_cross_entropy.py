@@ -6,11 +6,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalerun.criterions.base_criterion import build_criterion
-from scalerun.criterions.cross_entropy import CrossEntropyConfig, cross_entropy_sum
+from scalerun.criterions.cross_entropy import (
+    CrossEntropy,
+    CrossEntropyConfig,
+    cross_entropy_sum,
+)
 from scalerun.criterions.linear_cross_entropy import linear_cross_entropy_sum
 from scalerun.criterions.moe import MoECrossEntropyConfig
 from scalerun.data.batch import IGNORE_INDEX, Batch
 from scalerun.dataclass.errors import ConfigError
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.models.base_model import build_model
 from scalerun.models.retnet import RetNetConfig
 from scalerun.models.transformer_config import TransformerConfig
@@ -317,6 +322,14 @@ def test_a_model_that_gives_logits_alone_is_refused():
     with pytest.raises(ConfigError, match="--cross-entropy-chunk-tokens needs a model that"):
         build_criterion(cfg).check_model(nn.Linear(2, 2))
     build_criterion(CrossEntropyConfig()).check_model(nn.Linear(2, 2))
+
+
+def test_a_subclass_with_settings_of_its_own_has_no_chunks():
+    model = build_model(MODELS["tied"], vocab_size=19, padding_idx=1, seed=1, device=CPU)
+    criterion = CrossEntropy(ScalerunDataclass())
+    criterion.check_model(model)
+    expected = build_criterion(CrossEntropyConfig())(model, batch_of())
+    assert criterion(model, batch_of()).loss_sum == expected.loss_sum
 
 
 @pytest.mark.parametrize("config", [CrossEntropyConfig, MoECrossEntropyConfig])

@@ -43,9 +43,15 @@ class CrossEntropyConfig(ScalerunDataclass):
 class CrossEntropy(BaseCriterion):
     """Negative log-likelihood of the targets in nats, summed, computed in float32."""
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens whose logits exist at a time; 0 for all, also where a subclass cannot be told."""
+        return (
+            self.cfg.cross_entropy_chunk_tokens if isinstance(self.cfg, CrossEntropyConfig) else 0
+        )
+
     def forward(self, model: nn.Module, batch: Batch) -> CriterionOutput:
-        assert isinstance(self.cfg, CrossEntropyConfig)
-        chunk = self.cfg.cross_entropy_chunk_tokens
+        chunk = self.chunk_tokens
         if chunk > 0:
 
             def loss(features: Tensor, weight: Tensor, mesh: DeviceMesh | None) -> Tensor:
@@ -65,9 +71,8 @@ class CrossEntropy(BaseCriterion):
 
     def check_model(self, model: nn.Module) -> None:
         super().check_model(model)
-        assert isinstance(self.cfg, CrossEntropyConfig)
         takes_loss = isinstance(model, BaseModel) and model.takes_loss
-        if self.cfg.cross_entropy_chunk_tokens > 0 and not takes_loss:
+        if self.chunk_tokens > 0 and not takes_loss:
             raise ConfigError(
                 "--cross-entropy-chunk-tokens needs a model that computes the loss from its "
                 "features, and this --arch gives logits alone; remove it"

@@ -100,9 +100,7 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         """
         num_tokens = tokens_BT.shape[1]
         arranged = positions_BT is not None or document_ids_BT is not None
-        state = _begun(incremental_state, tokens_BT.shape, arranged=arranged)
-        if source is not None:
-            state.source = source
+        state = _begun(incremental_state, tokens_BT.shape, arranged=arranged, source=source)
         self.check_positions(positions_BT, state.length + num_tokens)
         queries_BT, keys_BS, padding_BS = state.place(
             padding_mask_BT, num_tokens=num_tokens, device=tokens_BT.device
@@ -237,12 +235,17 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
 
 
 def _begun(
-    state: IncrementalState | None, shape: tuple[int, ...], *, arranged: bool
+    state: IncrementalState | None,
+    shape: tuple[int, ...],
+    *,
+    arranged: bool,
+    source: EncodedSource | None,
 ) -> IncrementalState:
     """The state that tokens (B, T) extend; without one, an empty one that keeps nothing.
 
     Args:
         arranged: positions or documents are given, which follow from a state.
+        source: what cross-attention reads, unless the state knows it.
     """
     batch_size, num_tokens = shape
     if state is None:
@@ -250,4 +253,6 @@ def _begun(
     elif arranged:
         raise ValueError("an incremental state excludes positions_BT and document_ids_BT")
     state.check(batch_size, num_tokens)
+    if source is not None:
+        state.source = source
     return state
