@@ -81,7 +81,6 @@ class MultiwayPerToken(PerToken):
         super().__init__()
         self.A = a
         self.B = b
-        self.tp_mesh = a.tp_mesh
 
     def forward(self, x_BTD: Tensor, context: BlockContext) -> tuple[Tensor, Auxiliary | None]:
         split, num_tokens = context.split, x_BTD.shape[1]
