@@ -9,6 +9,7 @@ from cpu_tests.world import run_world
 
 UPDATES = 5
 ALL = tuple(ARCHITECTURES)
+TENSOR = ["--model-parallel-size", "2"]
 LAYOUTS = {
     "shard 2": (2, 2, [], ALL),
     "copies 2": (2, 2, ["--ddp-backend", "pytorch_ddp"], ALL),
@@ -18,6 +19,15 @@ LAYOUTS = {
         4,
         4,
         ["--expert-parallel-size", "2", "--ddp-backend", "pytorch_ddp"],
+        ("moe",),
+    ),
+    "tensor 2": (2, 1, TENSOR, ALL),
+    "copies 2 x tensor 2": (4, 2, [*TENSOR, "--ddp-backend", "pytorch_ddp"], ("dense",)),
+    "shard 2 x tensor 2": (4, 2, [*TENSOR, "--sequence-parallel"], ALL),
+    "tensor 2 x expert 2": (
+        4,
+        2,
+        [*TENSOR, "--sequence-parallel", "--expert-parallel-size", "2"],
         ("moe",),
     ),
 }
@@ -60,7 +70,7 @@ def test_a_layout_changes_no_number(layout, alone, tmp_path):
         reference = expected[name]
         agree(reference, results[0][name], f"{name} at {layout}")
         read = sorted(i for run in results for i in run[name].sample_ids)
-        assert read == sorted(reference.sample_ids)
+        assert read == sorted(reference.sample_ids * (size // data_size))
 
 
 def agree(expected, found, what):
