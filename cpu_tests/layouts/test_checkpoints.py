@@ -11,6 +11,7 @@ from scalerun.checkpoint.manifest import read_manifest
 from scalerun.checkpoint.state_tree import flatten_tensors, split_state
 
 SAVED, MORE = 3, 2
+TENSOR = ["--model-parallel-size", "2"]
 LAYOUTS = {
     "one": (1, 1, []),
     "shard 2": (2, 2, []),
@@ -22,6 +23,7 @@ LAYOUTS = {
         ["--expert-parallel-size", "2", "--ddp-backend", "pytorch_ddp"],
     ),
     "expert 2 of shards 4": (4, 4, ["--expert-parallel-size", "2"]),
+    "tensor 2 x expert 2": (4, 2, [*TENSOR, "--sequence-parallel", "--expert-parallel-size", "2"]),
 }
 """Ranks, those of them that read other batches, and flags."""
 
@@ -105,6 +107,8 @@ def test_every_byte_and_the_next_losses_are_the_same(after, saved, tmp_path):
         assert reference.keys() == expected.keys()
         read = sorted(i for results in ranks for i in results[before][1].sample_ids)
         first = SAVED * BATCHES * 2
-        assert read == list(range(first, first + MORE * BATCHES * 2))
+        size, data_size, _ = LAYOUTS[after]
+        samples = list(range(first, first + MORE * BATCHES * 2))
+        assert read == sorted(samples * (size // data_size))
     losses = [ranks[0][before][1].losses for before in states]
     assert all(found == pytest.approx(losses[0], rel=1e-5) for found in losses)

@@ -9,6 +9,7 @@ from cpu_tests.world import run_world
 
 UPDATES = 5
 ALL = tuple(ARCHITECTURES)
+TENSOR = ["--model-parallel-size", "2"]
 SEQUENCE = ["--seq-parallel-size", "2"]
 LAYOUTS = {
     "shard 2": (2, 2, [], ALL),
@@ -21,9 +22,19 @@ LAYOUTS = {
         ["--expert-parallel-size", "2", "--ddp-backend", "pytorch_ddp"],
         ("moe",),
     ),
+    "tensor 2": (2, 1, TENSOR, ALL),
+    "copies 2 x tensor 2": (4, 2, [*TENSOR, "--ddp-backend", "pytorch_ddp"], ("dense",)),
+    "shard 2 x tensor 2": (4, 2, [*TENSOR, "--sequence-parallel"], ALL),
+    "tensor 2 x expert 2": (
+        4,
+        2,
+        [*TENSOR, "--sequence-parallel", "--expert-parallel-size", "2"],
+        ("moe",),
+    ),
     "sequence 2": (2, 1, [*SEQUENCE, "--ddp-backend", "pytorch_ddp"], ("longnet",)),
     "sequence 2 x shard 2": (4, 2, SEQUENCE, ("longnet",)),
     "sequence 4": (4, 1, ["--seq-parallel-size", "4"], ("longnet",)),
+    "sequence 2 x tensor 2": (4, 1, [*SEQUENCE, *TENSOR, "--sequence-parallel"], ("longnet",)),
 }
 """Ranks, those of them that read other batches, flags, and for which architectures."""
 

@@ -30,6 +30,7 @@ from scalerun.optim.clip import check_norm_type
 from scalerun.optim.ema import EMA
 from scalerun.optim.loss_scaler import DynamicLossScaler
 from scalerun.optim.lr_scheduler.base_lr_scheduler import build_lr_scheduler
+from scalerun.optim.param_groups import freeze
 from scalerun.plugins import plugin_errors
 from scalerun.tasks.base_task import BaseTask, setup_task
 from scalerun.trainer_parts import TrainerParts
@@ -108,7 +109,8 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> Tr
 
 
 def prepare_model(model: BaseModel, cfg: ScalerunConfig, ranks: Ranks) -> None:
-    """Compile and shard a model that is shapes alone."""
+    """Freeze, compile and shard a model that is shapes alone."""
+    freeze(model.named_parameters(), cfg.optimization.freeze_params)
     if cfg.common.compile:
         model.compile_blocks()
     units, experts = model.shard_units(), model.expert_units()

@@ -96,9 +96,9 @@ class DistributedConfig(ScalerunDataclass):
     )
     ddp_backend: str = option(
         "fully_sharded",
-        "parameters, gradients and optimizer state of the data-parallel ranks: sharded (FSDP), "
-        "whole copies, or fairscale's FSDP; none for a single data-parallel rank",
-        choices=("fully_sharded", "pytorch_ddp", "fairscale", "none"),
+        "parameters, gradients and optimizer state of the data-parallel ranks: sharded (FSDP) or "
+        "whole copies; none for a single data-parallel rank",
+        choices=("fully_sharded", "pytorch_ddp", "none"),
     )
     replicate_size: int = option(
         1, "copies of the model, each sharded over the rest of the data-parallel ranks (HSDP)"
@@ -221,6 +221,9 @@ class OptimizationConfig(ScalerunDataclass):
     )
     update_freq: list[int] = option(
         [1], "batches per update; a list gives one value for each epoch, the last repeats"
+    )
+    freeze_params: list[str] = option(
+        [], "name patterns of parameters that are not trained, such as *embed*"
     )
     clip_norm: float = option(0.0, "largest gradient norm; 0 reports the norm and does not clip")
     clip_norm_type: str = option(

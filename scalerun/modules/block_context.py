@@ -52,6 +52,9 @@ class BlockContext:
     """What cross-attention reads."""
     split: int | None = None
     """Multiway layers: tokens before it go through half A, the others through half B."""
+    time_mesh: DeviceMesh | None = None
+    """Axis that the tokens of the residual stream are spread over, in equal parts in their order;
+    None where each rank has all of them. All other fields speak of all tokens."""
     sequence_mesh: DeviceMesh | None = None
     """Axis whose ranks each have an equal slice of every sequence, in their order: the T new tokens
     are this rank's. Only mixers that share sequences are handed one."""
@@ -70,3 +73,8 @@ class BlockContext:
 
 NOTHING_KNOWN = BlockContext()
 """The context of a part that needs none."""
+
+
+def spread_over(time_mesh: DeviceMesh | None) -> BlockContext:
+    """A context that says nothing but where the tokens are."""
+    return NOTHING_KNOWN if time_mesh is None else BlockContext(time_mesh=time_mesh)
