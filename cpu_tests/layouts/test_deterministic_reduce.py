@@ -19,7 +19,7 @@ LAYOUTS = {
 
 def digest(data, home, updates, *, data_size=1, flags=()):
     words = [*ARCHITECTURES["dense"], "--deterministic-reduce", "--no-save", *flags]
-    trainer = make_trainer(data, home, words, updates=updates, data_size=data_size)
+    trainer = make_trainer(data, home, words, updates=updates, data_size=data_size, batches=8)
     train(trainer)
     content = hashlib.sha256()
     for name, param in sorted(trainer.model.named_parameters()):
@@ -27,10 +27,10 @@ def digest(data, home, updates, *, data_size=1, flags=()):
     return content.hexdigest()
 
 
-def check(tmp_path, updates):
+def check(tmp_path, updates, layouts=LAYOUTS):
     data = make_corpus(tmp_path / "data")
     expected = digest(data, tmp_path / "alone", updates)
-    for name, (size, flags) in LAYOUTS.items():
+    for name, (size, flags) in layouts.items():
         home = tmp_path / name.replace(" ", "_")
         found = run_world(
             size,

@@ -53,17 +53,21 @@ class Run:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    sizes: list[tuple[float, float]] = field(default_factory=list)
+    """Target tokens and sequences of each update."""
+    valid: list[tuple[float, int]] = field(default_factory=list)
+    """Loss and target tokens of each validation."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     """Whole ones of the first update, before clipping."""
     sample_ids: list[int] = field(default_factory=list)
     """Sequences that this rank read."""
 
 
-def make_trainer(data, home, words, *, updates, data_size=1):
+def make_trainer(data, home, words, *, updates, data_size=1, batches=BATCHES):
     """The Trainer that the command would make, alone or as one of the process group's ranks."""
     alone = not torch.distributed.is_initialized()
     argv = [str(data), *COMMON, *words, "--max-update", str(updates), "--save-dir", str(home)]
-    argv += ["--update-freq", str(BATCHES // data_size)]
+    argv += ["--update-freq", str(batches // data_size)]
     cfg = parse_config(
         ScalerunConfig, argv, prog="test", choosers=CHOOSERS, load_plugins=load_plugins
     )
@@ -104,6 +108,9 @@ def train(trainer):
             if record["kind"] == "train":
                 run.losses.append(record["loss"])
                 run.norms.append(record["gnorm"])
+                run.sizes.append((record["wpb"], record["bsz"]))
+            elif record["kind"] == "valid":
+                run.valid.append((record["loss"], record["tokens"]))
 
         def advance(self, num_updates):
             pass

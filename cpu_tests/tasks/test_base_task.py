@@ -59,6 +59,28 @@ def test_the_model_is_built_for_the_vocabulary(monkeypatch):
         task.build_model(None, seed=7, device=torch.device("cpu"))
 
 
+def test_sequences_that_the_ranks_cannot_cut_are_refused(monkeypatch):
+    class Axis:
+        def size(self):
+            return 2
+
+    class Model:
+        def max_positions(self):
+            return None
+
+        def slice_length(self, num_tokens):
+            return -(-num_tokens // 16) * 8
+
+    monkeypatch.setattr(base_task, "build_model", lambda cfg, **options: Model())
+    task = Task()
+    options = {"seed": 7, "device": torch.device("cpu"), "meshes": ModelMeshes(sequence=Axis())}
+    task.sequence_length = 64
+    task.build_model(None, **options)
+    task.sequence_length = 60
+    with pytest.raises(ConfigError, match=r"--seq-parallel-size 2 cannot cut .* 60 .* is 64"):
+        task.build_model(None, **options)
+
+
 def test_sequences_that_the_ranks_cannot_spread_are_refused():
     class Axis:
         def size(self):
