@@ -64,7 +64,7 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> Tr
         seed=cfg.common.seed,
         device=device,
         meshes=ranks.model_meshes,
-        prepare=lambda model: prepare_model(model, cfg, ranks),
+        prepare=lambda model: prepare_model(model, cfg, ranks, precision.dtype),
     )
     criterion = build_criterion(cfg.criterion).to(device)
     criterion.check_model(model)
@@ -108,13 +108,13 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> Tr
     return parts
 
 
-def prepare_model(model: BaseModel, cfg: ScalerunConfig, ranks: Ranks) -> None:
+def prepare_model(model: BaseModel, cfg: ScalerunConfig, ranks: Ranks, dtype: torch.dtype) -> None:
     """Freeze, compile and shard a model that is shapes alone."""
     freeze(model.named_parameters(), cfg.optimization.freeze_params)
     if cfg.common.compile:
         model.compile_blocks()
     units, experts = model.shard_units(), model.expert_units()
-    parallelize(model, ranks, cfg.distributed, units=units, experts=experts)
+    parallelize(model, ranks, cfg.distributed, units=units, experts=experts, dtype=dtype)
 
 
 def build_run_sinks(cfg: ScalerunConfig, save_dir: Path) -> BaseSink:

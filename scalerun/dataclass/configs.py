@@ -116,6 +116,11 @@ class DistributedConfig(ScalerunDataclass):
     no_reshard_after_forward: bool = option(
         False, "keep gathered parameters until backward: faster, more memory"
     )
+    gather_in_half: bool = option(
+        False,
+        "gather sharded blocks in the type that products are computed in: half the traffic and "
+        "memory, and the gains and biases of their norms are rounded too",
+    )
     cpu_offload: bool = option(False, "keep sharded parameters and optimizer state on the host")
     deterministic_reduce: bool = option(
         False,
@@ -144,6 +149,7 @@ class DistributedConfig(ScalerunDataclass):
             for flag, given in (
                 ("--replicate-size", self.replicate_size != 1),
                 ("--no-reshard-after-forward", self.no_reshard_after_forward),
+                ("--gather-in-half", self.gather_in_half),
                 ("--cpu-offload", self.cpu_offload),
             ):
                 if given:
@@ -357,5 +363,7 @@ class ScalerunConfig(ScalerunDataclass):
         ]
         if resets and ckpt.restore_file is None:
             raise ConfigError(f"{resets[0]} says what not to load from --restore-file; give both")
+        if self.distributed.gather_in_half and not (common.bf16 or common.fp16):
+            raise ConfigError("--gather-in-half has no effect without --bf16 or --fp16; add one")
         if ckpt.no_save and ckpt.save_interval_updates:
             raise ConfigError("--no-save and --save-interval-updates contradict each other")

@@ -45,7 +45,9 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp_mesh is None:
-            return F.layer_norm(x, (self.dim,), self.weight, self.bias, self.eps)
+            # Sharding may gather them in a half type, which the kernel does not mix with float32.
+            weight, bias = (p.to(torch.promote_types(p.dtype, x.dtype)) for p in self.parameters())
+            return F.layer_norm(x, (self.dim,), weight, bias, self.eps)
         normed = normalize_spread(x, self.tp_mesh, eps=self.eps, center=True)
         weight, bias = (part_of(p, self.tp_mesh) for p in (self.weight, self.bias))
         y = torch.addcmul(bias, normed, weight)
