@@ -39,6 +39,12 @@ def test_ranks_agree():
             # Neighbours on the tensor axis see the same tokens, which count once.
             "sum": ranks.sum_over_data(torch.tensor([10.0 ** (rank // 2)])).item(),
         }
+        dims = ParallelDims(replicate=2, sequence=2, tensor=2)
+        meshes = build_meshes(dims, "cpu")
+        ranks = Ranks(dims, control=control, meshes=meshes)
+        assert meshes.model.sequence is not None
+        assert ranks.sequence_rank == meshes.model.sequence.get_local_rank()
+        found["slices"] = (ranks.data_rank, ranks.data_size, ranks.gradient_rank)
         errors = []
         for failing in ((1, 3), (0,)):
             with pytest.raises(UserError) as caught:
@@ -57,5 +63,7 @@ def test_ranks_agree():
             "main": (0, "rank 0"),
             "data": (rank // 2, 2, rank == 0),
             "sum": 11.0,
+            # One batch, whose sequences the pairs of neighbours share.
+            "slices": (0, 1, rank // 2),
         }
         assert errors == ["I am 1", "I am 0", "rank 0 has no disk"]

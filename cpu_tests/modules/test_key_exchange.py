@@ -18,6 +18,7 @@ HEADS = 3
 DILATIONS = {
     "within ranks": (32, Dilation((2, 4), (1, 2))),
     "within ranks and across all": (32, Dilation((4, 32), (1, 2))),
+    "across all, then across two and within": (32, Dilation((32, 16, 8), (1, 2, 1))),
     "across two ranks": (32, Dilation((16,), (2,), head_offset="mod")),
     "within ranks, across two and across all": (48, Dilation((6, 24, 48), (1, 3, 6))),
     "longer than the sequence": (24, Dilation((3, 1000), (1, 2), head_offset="mod")),

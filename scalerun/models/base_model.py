@@ -275,7 +275,11 @@ def build_model(
             cfg, vocab_size=vocab_size, padding_idx=padding_idx, meshes=meshes
         )
     if meshes.sequence is not None:
-        check_sequence_parallel(model, num_ranks=meshes.sequence.size())
+        check_sequence_parallel(
+            model,
+            num_ranks=meshes.sequence.size(),
+            shares_sequences=model.shares_sequences,
+        )
     prepare(model)
     model.to_empty(device=device)
     initialize(model, seed)

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import nn
 
 from scalerun.dataclass.errors import ConfigError
+from scalerun.modules.moe.experts import Experts
 from scalerun.modules.residual import Residual
 
-if TYPE_CHECKING:
-    from scalerun.models.base_model import BaseModel
 
-
-def check_sequence_parallel(model: BaseModel, *, num_ranks: int) -> None:
+def check_sequence_parallel(model: nn.Module, *, num_ranks: int, shares_sequences: bool) -> None:
     """Refuse a model that would compute something else from slices of sequences.
 
     Args:
         num_ranks: ``--seq-parallel-size``.
+        shares_sequences: whether the model can be handed slices at all.
 
     Raises:
         ConfigError: names the flag.
     """
     flag = f"--seq-parallel-size {num_ranks}"
-    if not model.shares_sequences:
+    if not shares_sequences:
         raise ConfigError(
             f"{flag} gives each rank a slice of every sequence, which only decoders can use whose "
             "attention is dilated (--segment-length, --dilated-ratio); leave it out, or choose "
             "such an --arch as longnet_base"
         )
-    if model.expert_units():
+    if any(isinstance(module, Experts) for module in model.modules()):
         raise ConfigError(
             f"{flag} does not go with --moe-freq: experts would be chosen, and filled, for a slice "
             "of a batch instead of all of it; remove one of them"

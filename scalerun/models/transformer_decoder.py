@@ -100,9 +100,7 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         """
         num_tokens = tokens_BT.shape[1]
         arranged = positions_BT is not None or document_ids_BT is not None
-        state = _begun(incremental_state, tokens_BT.shape, arranged=arranged, source=source)
-        if self.sequence_mesh is not None:
-            state = _after_earlier_slices(state, num_tokens, self.sequence_mesh)
+        state = self._begun(incremental_state, tokens_BT.shape, arranged=arranged, source=source)
         self.check_positions(positions_BT, state.length + num_tokens)
         queries_BT, keys_BS, padding_BS = state.place(
             padding_mask_BT, num_tokens=num_tokens, device=tokens_BT.device
@@ -128,6 +126,38 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         x_BTD, reports = self.run_layers(x_BTD, context, state=state)
         state.advance(num_tokens)
         return self._output(x_BTD[:, -1:] if last_token_only else x_BTD, reports, loss, time_mesh)
+
+    def _begun(
+        self,
+        state: IncrementalState | None,
+        shape: tuple[int, ...],
+        *,
+        arranged: bool,
+        source: EncodedSource | None,
+    ) -> IncrementalState:
+        """The state that tokens (B, T) extend; without one, a state that keeps nothing.
+
+        Where ranks share sequences it begins with the slices, also of T tokens, of earlier ranks.
+
+        Args:
+            arranged: positions or documents are given, which follow from a state.
+            source: what cross-attention reads, unless the state knows it.
+        """
+        batch_size, num_tokens = shape
+        mesh = self.sequence_mesh
+        if state is None:
+            num_slices, earlier = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
+            max_length = num_slices * num_tokens
+            state = IncrementalState([], batch_size=batch_size, max_length=max_length)
+            state.advance(earlier * num_tokens)
+        elif mesh is not None:
+            raise ValueError("ranks that share sequences cannot decode with a state")
+        elif arranged:
+            raise ValueError("an incremental state excludes positions_BT and document_ids_BT")
+        state.check(batch_size, num_tokens)
+        if source is not None:
+            state.source = source
+        return state
 
     @property
     def shares_sequences(self) -> bool:
@@ -255,43 +285,3 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
 
     def training_flops_per_token(self, sequence_length: int) -> int:
         return self.flops_per_token(sequence_length) + 6 * self.embedding.tokens.weight.numel()
-
-
-def _begun(
-    state: IncrementalState | None,
-    shape: tuple[int, ...],
-    *,
-    arranged: bool,
-    source: EncodedSource | None,
-) -> IncrementalState:
-    """The state that tokens (B, T) extend; without one, an empty one that keeps nothing.
-
-    Args:
-        arranged: positions or documents are given, which follow from a state.
-        source: what cross-attention reads, unless the state knows it.
-    """
-    batch_size, num_tokens = shape
-    if state is None:
-        state = IncrementalState([], batch_size=batch_size, max_length=num_tokens)
-    elif arranged:
-        raise ValueError("an incremental state excludes positions_BT and document_ids_BT")
-    state.check(batch_size, num_tokens)
-    if source is not None:
-        state.source = source
-    return state
-
-
-def _after_earlier_slices(
-    state: IncrementalState, num_tokens: int, mesh: DeviceMesh
-) -> IncrementalState:
-    """An empty state whose sequences begin with the equal slices of the ranks before this one.
-
-    Raises:
-        ValueError: the state is one to decode with.
-    """
-    if state.layers:
-        raise ValueError("ranks that share sequences cannot decode with a state")
-    length = mesh.size() * num_tokens
-    state = IncrementalState([], batch_size=state.batch_size, max_length=length)
-    state.advance(mesh.get_local_rank() * num_tokens)
-    return state

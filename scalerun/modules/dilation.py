@@ -227,7 +227,7 @@ class Segments:
         if self.ratio > 1 or self.missing or self.start or self.end < self.num_tokens:
             return None
         part = part_bHMK.transpose(1, 2)
-        return part.reshape(-1, self.num_tokens, *part.shape[2:])
+        return part.reshape(-1, self.num_tokens, *part.shape[2:]).contiguous()
 
     def window(self, x_BTHK: Tensor) -> Tensor:
         """(B, N * L, H, K): a view, or a copy filled up with zeros."""

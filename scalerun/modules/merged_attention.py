@@ -161,16 +161,16 @@ class MergedAttention(torch.autograd.Function):
             q_bHtK, grad_bHtK = branch.take(q_BTHK), branch.take(grad_BTHK)
             out_bHtK = branch.take(outs[0]) if ctx.exact else outs[i]
             lse_bHt = branch.take(lse_BTH1).squeeze(-1)
-            q_parts, parts = [], []
+            q_part, parts = None, []
             sets = branch.keys(k_BTHK, v_BTHK, ctx.dropout)
             for (k, v, options), num_drawn in zip(sets, ctx.num_drawn[i], strict=True):
                 attended = Attended(out_bHtK, lse_bHt, tuple(next(drawn) for _ in range(num_drawn)))
-                q_part, k_part, v_part = attention_lse_backward(
+                more, k_part, v_part = attention_lse_backward(
                     grad_bHtK, q_bHtK, k, v, attended, options
                 )
-                q_parts.append(q_part)
+                q_part = more if q_part is None else q_part + more
                 parts.append((k_part, v_part))
-            q_part = q_parts[0] if len(q_parts) == 1 else torch.stack(q_parts).sum(0)
+            assert q_part is not None
             for j, part in enumerate((q_part, *branch.own_gradients(parts))):
                 grads[j] = accumulate(grads[j], branch, part, like=q_BTHK)
         return (*grads, None, None, None)
