@@ -12,12 +12,10 @@ from scalerun.checkpoint.manifest import read_manifest
 NAMES = (
     "one",
     "shard 2",
-    "copies 2",
-    "shard 4",
     "copies 4 x expert 2",
-    "expert 2 of shards 4",
     "tensor 2 x expert 2",
 )
+"""Some of each kind; ``test_matrix.py`` has all."""
 
 
 @pytest.fixture(scope="module")

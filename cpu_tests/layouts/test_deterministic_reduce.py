@@ -8,11 +8,11 @@ from cpu_tests.conftest import make_corpus
 from cpu_tests.layouts.training import ARCHITECTURES, make_trainer, train, whole
 from cpu_tests.world import run_world
 
-LAYOUTS = {
-    "shard 2": (2, []),
-    "copies 2": (2, ["--ddp-backend", "pytorch_ddp"]),
+COPIES = ["--ddp-backend", "pytorch_ddp"]
+LAYOUTS = {"shard 2": (2, []), "copies 4": (4, COPIES)}
+MORE_LAYOUTS = {
+    "copies 2": (2, COPIES),
     "shard 4": (4, []),
-    "copies 4": (4, ["--ddp-backend", "pytorch_ddp"]),
     "copies 2 x shard 2": (4, ["--replicate-size", "2"]),
 }
 
@@ -47,4 +47,4 @@ def test_weights_have_equal_bits(tmp_path):
 
 @pytest.mark.long
 def test_weights_have_equal_bits_after_100_updates(tmp_path):
-    check(tmp_path, 100)
+    check(tmp_path, 100, LAYOUTS | MORE_LAYOUTS)
