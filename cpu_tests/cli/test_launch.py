@@ -4,39 +4,14 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
+from cpu_tests.processes import children, has_trained, wait_for
+
 TWO = ("--distributed-world-size", "2")
 ENDLESS = ("--max-update", "100000", "--save-dir", "run", "--no-epoch-checkpoints")
-
-
-def children(pid):
-    """Processes that a process has started."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid:
-                found.append(int(entry.name))
-    return sorted(found)
-
-
-def wait_for(condition, what, seconds=90):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"no {what}"
-        time.sleep(0.05)
-
-
-def has_trained(save_dir, updates=2):
-    path = save_dir / "metrics.jsonl"
-    return path.exists() and path.read_text().count("gnorm") >= updates
 
 
 def test_two_ranks_train_as_one_process_does(run, corpus, tiny, tmp_path, records):
