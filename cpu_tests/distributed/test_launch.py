@@ -14,7 +14,7 @@ from scalerun.distributed.launch import (
     refuse_unequal,
     seed_forward,
 )
-from scalerun.distributed.ranks import Control, Ranks
+from scalerun.distributed.ranks import Control
 
 TORCHRUN = {
     "RANK": "3",
@@ -93,10 +93,10 @@ def test_what_contradicts_is_refused(environment, message):
 
 def test_unequal_flags_are_refused_by_name_on_every_rank():
     def work(rank):
-        ranks = Ranks(control=Control(rank, 2, torch.distributed.group.WORLD))
-        refuse_unequal({"optimization": {"lr": 0.1, "max_update": 3}}, ranks)
+        control = Control(rank, 2, torch.distributed.group.WORLD)
+        refuse_unequal({"optimization": {"lr": 0.1, "max_update": 3}}, control)
         with pytest.raises(ConfigError) as caught:
-            refuse_unequal({"optimization": {"lr": 0.1, "max_update": 3 + rank}}, ranks)
+            refuse_unequal({"optimization": {"lr": 0.1, "max_update": 3 + rank}}, control)
         return str(caught.value)
 
     first, second = run_world(2, work)

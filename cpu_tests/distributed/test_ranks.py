@@ -46,7 +46,12 @@ def test_ranks_agree():
             errors.append(str(caught.value))
         with pytest.raises(UserError) as caught:
             control.on_main(lambda: fail(f"rank {rank} has no disk"))
-        return found, [*errors, str(caught.value)]
+        errors.append(str(caught.value))
+        with pytest.raises(UserError) as caught:
+            control.together(lambda: rank == 3 and fail("I am early") or control.on_main(int))
+        errors.append(str(caught.value))
+        control.barrier()  # all are at the same place again
+        return found, errors
 
     results = run_world(4, work)
     for rank, (found, errors) in enumerate(results):
@@ -58,4 +63,4 @@ def test_ranks_agree():
             "data": (rank // 2, 2, rank == 0),
             "sum": 11.0,
         }
-        assert errors == ["I am 1", "I am 0", "rank 0 has no disk"]
+        assert errors == ["I am 1", "I am 0", "rank 0 has no disk", "I am early"]

@@ -20,7 +20,6 @@ from scalerun.distributed.launch import (
     find_rendezvous,
     join,
     leave,
-    refuse_unequal,
 )
 from scalerun.distributed.local_ranks import run_local_ranks
 from scalerun.distributed.mesh import parallel_dims
@@ -69,8 +68,7 @@ def on_every_rank(cfg: ScalerunConfig, work: Work) -> int:
 def as_rank(cfg: ScalerunConfig, place: Rendezvous, work: Work) -> int:
     """Meet the others, do the work, leave them."""
     device = choose_device(cpu=cfg.common.cpu, local_rank=place.local_rank)
-    ranks = join(place, cfg.distributed, device)
-    refuse_unequal(cfg.to_dict(), ranks)
+    ranks = join(place, cfg.distributed, device, settings=cfg.to_dict())
     try:
         code = work(ranks)
         leave(ranks)

@@ -117,11 +117,21 @@ def _first_host(nodes: str) -> str:
     return listed.split()[0]
 
 
-def join(rendezvous: Rendezvous, cfg: DistributedConfig, device: torch.device) -> Ranks:
+def join(
+    rendezvous: Rendezvous,
+    cfg: DistributedConfig,
+    device: torch.device,
+    *,
+    settings: Mapping[str, Any],
+) -> Ranks:
     """Meet the other processes; :func:`leave` them at the end.
 
+    Args:
+        settings: must be the same on every rank.
+
     Raises:
-        ConfigError: the degrees of parallelism do not fit the number of processes.
+        ConfigError: the degrees of parallelism do not fit the number of processes, or settings
+            differ.
         UserError: the others did not come.
     """
     parallel_dims(cfg, rendezvous.world_size)
@@ -153,14 +163,24 @@ def join(rendezvous: Rendezvous, cfg: DistributedConfig, device: torch.device) -
             f"{rendezvous.port} within {cfg.distributed_timeout_seconds} s; see that all were "
             "started and reach that host, or raise --distributed-timeout-seconds"
         ) from error
-    return form_ranks(cfg, device.type, local_rank=rendezvous.local_rank)
+    return form_ranks(cfg, device.type, local_rank=rendezvous.local_rank, settings=settings)
 
 
-def form_ranks(cfg: DistributedConfig, device_type: str, *, local_rank: int) -> Ranks:
+def form_ranks(
+    cfg: DistributedConfig,
+    device_type: str,
+    *,
+    local_rank: int,
+    settings: Mapping[str, Any] | None = None,
+) -> Ranks:
     """The axes and channels of a process group that is there; every process calls it.
 
+    Args:
+        settings: must be the same on every rank.
+
     Raises:
-        ConfigError: the degrees of parallelism do not fit the number of processes.
+        ConfigError: the degrees of parallelism do not fit the number of processes, or settings
+            differ.
     """
     dist = torch.distributed
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -169,6 +189,8 @@ def form_ranks(cfg: DistributedConfig, device_type: str, *, local_rank: int) -> 
     control, saving = (
         Control(rank, world_size, dist.new_group(backend="gloo", timeout=timeout)) for _ in range(2)
     )
+    # First, as ranks that want other meshes would wait for each other.
+    refuse_unequal(settings or {}, control)
     meshes = build_meshes(dims, device_type, sequence_parallel=cfg.sequence_parallel)
     return Ranks(
         dims,
@@ -194,13 +216,13 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def refuse_unequal(settings: Mapping[str, Any], ranks: Ranks) -> None:
+def refuse_unequal(settings: Mapping[str, Any], control: Control) -> None:
     """Stop where the ranks were not given the same settings.
 
     Raises:
         ConfigError: names the first difference.
     """
-    first, *others = ranks.control.gather(dict(_leaves(settings)))
+    first, *others = control.gather(dict(_leaves(settings)))
     for rank, other in enumerate(others, start=1):
         for name in sorted(first.keys() | other.keys()):
             if first.get(name) != other.get(name):
