@@ -70,6 +70,7 @@ def test_without_scontrol_a_list_of_nodes_is_an_error(srun, corpus, tiny, tmp_pa
 def test_a_task_that_is_left_alone_says_whom_it_waited_for(start, corpus, tiny):
     place = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     place |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_JOB_ID": "4712"}
-    command = start("train", corpus, *tiny, "--distributed-timeout-seconds", "2", env=place)
+    words = [*tiny, "--max-update", "5", "--distributed-timeout-seconds", "2"]
+    command = start("train", corpus, *words, env=place)
     assert command.wait(60) == 1
     assert "rank 0 did not meet the other 1 ranks at 127.0.0.1:24712 within 2 s" in command.error
