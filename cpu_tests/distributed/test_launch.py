@@ -11,6 +11,7 @@ from scalerun.dataclass.errors import ConfigError
 from scalerun.distributed.launch import (
     choose_device,
     find_rendezvous,
+    interface_towards,
     refuse_unequal,
     seed_forward,
 )
@@ -74,6 +75,11 @@ def test_a_step_of_slurm_is_believed():
     assert 20000 <= place.port < 30000
     assert place.hosts_store
     assert find_rendezvous(DistributedConfig(distributed_port=4711), SLURM).port == 4711
+
+
+def test_the_device_that_leads_to_an_address_is_found():
+    assert interface_towards("127.0.0.1", 9) == "lo"
+    assert interface_towards("no-such-host.invalid", 9) is None
 
 
 @pytest.mark.parametrize(

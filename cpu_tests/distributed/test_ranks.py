@@ -48,7 +48,7 @@ def test_ranks_agree():
             control.on_main(lambda: fail(f"rank {rank} has no disk"))
         errors.append(str(caught.value))
         with pytest.raises(UserError) as caught:
-            control.together(lambda: rank == 3 and fail("I am early") or control.on_main(int))
+            control.together(lambda: (rank == 3 and fail("I am early")) or control.on_main(int))
         errors.append(str(caught.value))
         control.barrier()  # all are at the same place again
         return found, errors

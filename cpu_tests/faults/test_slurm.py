@@ -67,10 +67,17 @@ def test_without_scontrol_a_list_of_nodes_is_an_error(srun, corpus, tiny, tmp_pa
         assert command.error.startswith("error: 'scontrol show hostnames node[1-2]' failed")
 
 
-def test_a_task_that_is_left_alone_says_whom_it_waited_for(start, corpus, tiny):
+@pytest.mark.parametrize(
+    ("interface", "reason"), [("lo", "within 2 s"), ("none0", "none0")], ids=["alone", "no network"]
+)
+def test_a_task_that_meets_nobody_says_so(interface, reason, start, corpus, tiny):
     place = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     place |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_JOB_ID": "4712"}
     words = [*tiny, "--max-update", "5", "--distributed-timeout-seconds", "2"]
-    command = start("train", corpus, *words, env=place)
+    command = start("train", corpus, *words, env={**place, "GLOO_SOCKET_IFNAME": interface})
     assert command.wait(60) == 1
-    assert "rank 0 did not meet the other 1 ranks at 127.0.0.1:24712 within 2 s" in command.error
+    assert command.error.startswith(
+        "error: rank 0: the other 1 ranks could not be met at 127.0.0.1:24712 within 2 s"
+    ), command.stderr
+    assert reason in command.error
+    assert "Traceback" not in command.stderr

@@ -18,6 +18,7 @@ from scalerun.distributed.launch import (
     choose_device,
     end_process,
     find_rendezvous,
+    first_line,
     join,
     leave,
 )
@@ -87,8 +88,8 @@ def as_rank(cfg: ScalerunConfig, place: Rendezvous, work: Work) -> int:
 def describe_lost(collective: str, error: RuntimeError, ranks: Ranks) -> str:
     """What this rank waited for in vain, and how far the others were."""
     seen = ", ".join(f"rank {rank} in {at}" for rank, at in sorted(ranks.places().items()))
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return (
-        f"lost the other ranks in {collective} ({seen or 'nothing is known of any rank'}): {text}; "
-        "look at the ranks that are behind or gone, or raise --distributed-timeout-seconds"
+        f"lost the other ranks in {collective} ({seen or 'nothing is known of any rank'}): "
+        f"{first_line(error)}; look at the ranks that are behind or gone, or raise "
+        "--distributed-timeout-seconds"
     )
