@@ -20,7 +20,7 @@ endif
 endif
 endif
 
-.PHONY: quickstart test test-long test-parity lint
+.PHONY: quickstart test test-long test-layouts test-parity lint
 
 quickstart: $(VENV)/installed $(TOKENIZER)
 	$(BIN)/python -m scalerun.cli.train $(DATA) --config $(CONFIG) --save-dir $(RUN) $(FLAGS)
@@ -33,10 +33,14 @@ $(TOKENIZER): | $(VENV)/installed
 	$(BIN)/python -m scalerun.cli.train_tokenizer $(DATA) --vocab-size 1024 --model-type unigram --output $@
 
 test: $(VENV)/tested
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not long"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not long and not layouts"
 
 test-long: $(VENV)/tested
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
+
+# All architectures at all parallel layouts: most of an hour on 2 cores.
+test-layouts: $(VENV)/tested
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m layouts cpu_tests/layouts
 
 # Against the package torchscale, by itself in a folder: what it requires would replace torch.
 test-parity: $(PARITY)/torchscale

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor  # seconds that forked ranks need not spend each
 
 
 def run_world(size, work, *args, timeout=120):

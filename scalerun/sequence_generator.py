@@ -300,7 +300,7 @@ class SequenceGenerator:
             incremental_state=state,
             last_token_only=True,
         )
-        logprobs_BV = output.logits[:, -1].float().log_softmax(-1)
+        logprobs_BV = output.whole_logits()[:, -1].float().log_softmax(-1)
         if bool(logprobs_BV.isnan().any()):
             raise UserError(
                 "the model's output is not finite: its weights are damaged, or training had "

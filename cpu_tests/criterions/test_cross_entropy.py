@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,11 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import scalerun.criterions.row_blocks as module
 from scalerun.criterions.base_criterion import build_criterion
 from scalerun.criterions.cross_entropy import CrossEntropyConfig, cross_entropy_sum
 from scalerun.data.batch import IGNORE_INDEX, Batch
 from scalerun.dataclass.errors import UserError
+from scalerun.models.base_decoder import DecoderOutput
+from scalerun.modules import row_blocks as module
 from scalerun.modules.auxiliary import Auxiliary
 
 
@@ -150,7 +149,7 @@ class Bigram(nn.Module):
         self.reports = reports
 
     def forward(self, tokens_BT, positions_BT=None, document_ids_BT=None):
-        return SimpleNamespace(logits=self.table[tokens_BT], reports=self.reports)
+        return DecoderOutput(self.table[tokens_BT], self.reports)
 
 
 def batch_of(targets):

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scalerun.criterions import row_blocks
 from scalerun.criterions.base_criterion import build_criterion
 from scalerun.criterions.cross_entropy import (
     CrossEntropy,
@@ -21,6 +20,7 @@ from scalerun.models.base_model import build_model
 from scalerun.models.retnet import RetNetConfig
 from scalerun.models.transformer_config import TransformerConfig
 from scalerun.models.transformer_mt import TransformerMTConfig
+from scalerun.modules import row_blocks
 
 N, D, V = 35, 6, 11
 CPU = torch.device("cpu")
@@ -310,7 +310,9 @@ def test_an_encoder_decoder_computes_a_loss_in_place_of_logits():
     model = build_model(cfg, vocab_size=19, padding_idx=1, seed=1, device=CPU).eval()
     batch = batch_of()
     whole = model(batch.tokens, batch.tokens)
-    output = model(batch.tokens, batch.tokens, loss=lambda x, w: chunked(4)(x, w, batch.targets))
+    output = model(
+        batch.tokens, batch.tokens, loss=lambda x, w, mesh: chunked(4)(x, w, batch.targets)
+    )
     assert output.logits is None
     torch.testing.assert_close(output.loss, cross_entropy_sum(whole.logits, batch.targets))
 

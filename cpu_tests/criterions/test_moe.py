@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +12,12 @@ from scalerun.criterions.cross_entropy import CrossEntropyConfig
 from scalerun.criterions.moe import MoECrossEntropyConfig
 from scalerun.data.batch import IGNORE_INDEX, Batch
 from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.models.base_decoder import DecoderOutput
 from scalerun.models.base_model import build_model
 from scalerun.models.transformer_lm import lm_tiny
 from scalerun.models.xmoe import xmoe_tiny
 from scalerun.modules.auxiliary import Auxiliary
-from scalerun.modules.feed_forward import PerToken
+from scalerun.modules.per_token import PerToken
 
 
 class Experts(nn.Module):
@@ -27,13 +27,13 @@ class Experts(nn.Module):
         super().__init__()
         self.losses = nn.ParameterList(torch.tensor(loss) for loss in losses)
 
-    def forward(self, tokens_BT: Tensor, **_: Any) -> SimpleNamespace:
+    def forward(self, tokens_BT: Tensor, **_: Any) -> DecoderOutput:
         loads = (torch.tensor([0.25, 0.75]), torch.tensor([0.5, 0.5]))
         reports = [
             Auxiliary(loss * 1.0, {"entropy_gating": loss.detach(), "expert_load": load})
             for loss, load in zip(self.losses, loads, strict=False)
         ]
-        return SimpleNamespace(logits=torch.zeros(*tokens_BT.shape, 4), reports=reports)
+        return DecoderOutput(torch.zeros(*tokens_BT.shape, 4), tuple(reports))
 
 
 def batch_of(num_targets: int) -> Batch:

@@ -8,18 +8,18 @@ from cpu_tests.conftest import make_corpus
 from cpu_tests.layouts.training import ARCHITECTURES, make_trainer, train, whole
 from cpu_tests.world import run_world
 
-LAYOUTS = {
-    "shard 2": (2, []),
-    "copies 2": (2, ["--ddp-backend", "pytorch_ddp"]),
+COPIES = ["--ddp-backend", "pytorch_ddp"]
+LAYOUTS = {"shard 2": (2, []), "copies 4": (4, COPIES)}
+MORE_LAYOUTS = {
+    "copies 2": (2, COPIES),
     "shard 4": (4, []),
-    "copies 4": (4, ["--ddp-backend", "pytorch_ddp"]),
     "copies 2 x shard 2": (4, ["--replicate-size", "2"]),
 }
 
 
 def digest(data, home, updates, *, data_size=1, flags=()):
     words = [*ARCHITECTURES["dense"], "--deterministic-reduce", "--no-save", *flags]
-    trainer = make_trainer(data, home, words, updates=updates, data_size=data_size)
+    trainer = make_trainer(data, home, words, updates=updates, data_size=data_size, batches=8)
     train(trainer)
     content = hashlib.sha256()
     for name, param in sorted(trainer.model.named_parameters()):
@@ -27,10 +27,10 @@ def digest(data, home, updates, *, data_size=1, flags=()):
     return content.hexdigest()
 
 
-def check(tmp_path, updates):
+def check(tmp_path, updates, layouts=LAYOUTS):
     data = make_corpus(tmp_path / "data")
     expected = digest(data, tmp_path / "alone", updates)
-    for name, (size, flags) in LAYOUTS.items():
+    for name, (size, flags) in layouts.items():
         home = tmp_path / name.replace(" ", "_")
         found = run_world(
             size,
@@ -47,4 +47,4 @@ def test_weights_have_equal_bits(tmp_path):
 
 @pytest.mark.long
 def test_weights_have_equal_bits_after_100_updates(tmp_path):
-    check(tmp_path, 100)
+    check(tmp_path, 100, LAYOUTS | MORE_LAYOUTS)

@@ -164,7 +164,7 @@ def test_weights_are_dropped_in_training_only() -> None:
 
 @pytest.mark.parametrize("merge_gradient", ["exact", "torchscale"])
 def test_gradients_reach_every_weight(merge_gradient: str) -> None:
-    mixer = make(Dilation((4, 8), (1, 2)), merge_gradient=merge_gradient).train()
+    mixer = make(Dilation((4, 8), (1, 2), merge_gradient=merge_gradient)).train()
     x = torch.randn(2, 11, 12, dtype=torch.float64, requires_grad=True)
     padding = torch.zeros(2, 11, dtype=torch.bool)
     padding[0, :4] = True
@@ -177,7 +177,7 @@ def test_gradients_reach_every_weight(merge_gradient: str) -> None:
 
 def test_an_unknown_gradient_is_refused() -> None:
     with pytest.raises(ValueError, match="give torchscale or exact"):
-        make(Dilation((4,), (1,)), merge_gradient="none")
+        Dilation((4,), (1,), merge_gradient="none")
 
 
 def test_cost_counts_the_keys_of_each_branch() -> None:

@@ -6,8 +6,10 @@ from torch import Tensor
 
 from scalerun.modules.dilated_cache import DilatedCache, NewTokens
 from scalerun.modules.dilation import Dilation
+from scalerun.modules.megatron.heads import Heads
 
 DILATION = Dilation((4, 8), (1, 4))
+HEADS = Heads(2, 0, 2)
 
 
 def tokens(first: int, count: int) -> Tensor:
@@ -17,7 +19,7 @@ def tokens(first: int, count: int) -> Tensor:
 
 def grown(*cuts: int) -> DilatedCache:
     """A cache after pieces of these lengths."""
-    cache = DilatedCache(DILATION, 2, 100)
+    cache = DilatedCache(DILATION, HEADS, 100)
     cache.fill(tokens(0, cuts[0]), tokens(0, cuts[0]), None)
     start = cuts[0]
     for count in cuts[1:]:
@@ -50,16 +52,16 @@ def test_memory_does_not_grow_with_the_sequence() -> None:
     assert cache.keys_BHSK is not None
     assert cache.num_slots == 4 + 8 // 4
     assert cache.keys_BHSK.shape == (1, 2, 6 + 100, 1)
-    assert DilatedCache(DILATION, 2, 10**6).chunk <= 128
+    assert DilatedCache(DILATION, HEADS, 10**6).chunk <= 128
 
 
 def test_short_sequences_need_no_slots_for_long_segments() -> None:
-    cache = DilatedCache(Dilation((4, 4096), (1, 4)), 2, 10)
+    cache = DilatedCache(Dilation((4, 4096), (1, 4)), HEADS, 10)
     assert cache.sizes == [4, 3]
 
 
 def test_padding_is_neither_stored_nor_seen() -> None:
-    cache = DilatedCache(DILATION, 2, 100)
+    cache = DilatedCache(DILATION, HEADS, 100)
     first = tokens(0, 3).expand(2, -1, -1, -1)
     cache.fill(first, first, torch.tensor([3, 1]))
     nine = torch.full((2, 2, 2, 1), 9.0)
@@ -77,7 +79,7 @@ def test_padding_is_neither_stored_nor_seen() -> None:
 
 
 def test_reordered_rows_are_copies() -> None:
-    cache = DilatedCache(DILATION, 2, 100)
+    cache = DilatedCache(DILATION, HEADS, 100)
     cache.reorder(torch.tensor([0]))
     keys = torch.randn(3, 2, 5, 1)
     cache.fill(keys, -keys, None)

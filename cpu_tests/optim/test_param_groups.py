@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from scalerun.dataclass.errors import ConfigError
-from scalerun.optim.param_groups import build_param_groups
+from scalerun.optim.param_groups import build_param_groups, freeze
 
 
 def groups(model, **options):
@@ -70,3 +70,11 @@ def test_stacked_vectors_of_experts_decay_as_little_as_single_ones():
     decay = {name: g["weight_decay"] for g in made for name in g["names"]}
     assert list(decay.values()) == [0.1, 0.1, 0.0, 0.0]
     assert not any(decay[name] for name in decay if "bias" in name or "norm" in name)
+
+
+def test_frozen_parameters_are_those_whose_names_match(model):
+    freeze(model.named_parameters(), ["*.bias", "embed.*"])
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert trained == {"norm.weight", "out.weight"}
+    with pytest.raises(ConfigError, match=r"--freeze-params has 'none\.\*', which"):
+        freeze(model.named_parameters(), ["none.*"])

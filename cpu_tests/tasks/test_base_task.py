@@ -3,6 +3,7 @@ import torch
 
 from scalerun.data.byte_tokenizer import ByteTokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.distributed.mesh import ModelMeshes
 from scalerun.tasks import base_task
 from scalerun.tasks.base_task import BaseTask, UnknownVocabulary
 
@@ -56,6 +57,21 @@ def test_the_model_is_built_for_the_vocabulary(monkeypatch):
     task.sequence_length = 33
     with pytest.raises(ConfigError, match="--tokens-per-sample 33 is above the model's 32"):
         task.build_model(None, seed=7, device=torch.device("cpu"))
+
+
+def test_sequences_that_the_ranks_cannot_spread_are_refused():
+    class Axis:
+        def size(self):
+            return 2
+
+    task = Task()
+    meshes = ModelMeshes(tensor=Axis(), sequence_parallel=True)
+    task.sequence_length = 33
+    task.check_meshes(ModelMeshes(tensor=Axis()))
+    with pytest.raises(ConfigError, match="--sequence-parallel cannot spread --tokens-per-sample"):
+        task.build_model(None, seed=7, device=torch.device("cpu"), meshes=meshes)
+    task.sequence_length = 32
+    task.check_meshes(meshes)
 
 
 def test_a_checkpoint_of_another_vocabulary_is_refused():

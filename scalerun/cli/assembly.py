@@ -30,6 +30,7 @@ from scalerun.optim.clip import check_norm_type
 from scalerun.optim.ema import EMA
 from scalerun.optim.loss_scaler import DynamicLossScaler
 from scalerun.optim.lr_scheduler.base_lr_scheduler import build_lr_scheduler
+from scalerun.optim.param_groups import freeze
 from scalerun.plugins import plugin_errors
 from scalerun.tasks.base_task import BaseTask, setup_task
 from scalerun.trainer_parts import TrainerParts
@@ -63,7 +64,7 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> Tr
         seed=cfg.common.seed,
         device=device,
         meshes=ranks.model_meshes,
-        prepare=lambda model: prepare_model(model, cfg, ranks),
+        prepare=lambda model: prepare_model(model, cfg, ranks, precision.dtype),
     )
     criterion = build_criterion(cfg.criterion).to(device)
     criterion.check_model(model)
@@ -128,12 +129,13 @@ def refuse_other_data(parts: TrainerParts) -> None:
                     )
 
 
-def prepare_model(model: BaseModel, cfg: ScalerunConfig, ranks: Ranks) -> None:
-    """Compile and shard a model that is shapes alone."""
+def prepare_model(model: BaseModel, cfg: ScalerunConfig, ranks: Ranks, dtype: torch.dtype) -> None:
+    """Freeze, compile and shard a model that is shapes alone."""
+    freeze(model.named_parameters(), cfg.optimization.freeze_params)
     if cfg.common.compile:
         model.compile_blocks()
     units, experts = model.shard_units(), model.expert_units()
-    parallelize(model, ranks, cfg.distributed, units=units, experts=experts)
+    parallelize(model, ranks, cfg.distributed, units=units, experts=experts, dtype=dtype)
 
 
 def build_run_sinks(cfg: ScalerunConfig, save_dir: Path) -> BaseSink:

@@ -14,7 +14,7 @@ from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.logging.metrics import Number
 from scalerun.modules.auxiliary import Auxiliary
-from scalerun.modules.feed_forward import PerToken
+from scalerun.modules.per_token import PerToken
 from scalerun.registry import Registry
 
 NO_WEIGHT = (

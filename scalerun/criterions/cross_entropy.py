@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +11,15 @@ from torch.autograd.function import once_differentiable
 
 from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput, register_criterion
 from scalerun.criterions.linear_cross_entropy import linear_cross_entropy_sum
-from scalerun.criterions.row_blocks import row_blocks
 from scalerun.data.batch import IGNORE_INDEX, Batch
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.models.base_model import BaseModel
+from scalerun.modules.megatron.cross_entropy import vocab_parallel_cross_entropy_sum
+from scalerun.modules.row_blocks import row_blocks
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 
 @dataclass
@@ -48,16 +51,22 @@ class CrossEntropy(BaseCriterion):
         )
 
     def forward(self, model: nn.Module, batch: Batch) -> CriterionOutput:
-        if self.chunk_tokens > 0:
-            loss = partial(
-                linear_cross_entropy_sum, targets=batch.targets, chunk_tokens=self.chunk_tokens
-            )
+        chunk = self.chunk_tokens
+        if chunk > 0:
+
+            def loss(features: Tensor, weight: Tensor, mesh: DeviceMesh | None) -> Tensor:
+                return linear_cross_entropy_sum(
+                    features, weight, batch.targets, chunk_tokens=chunk, vocab_mesh=mesh
+                )
+
             output = model(**batch.net_input(), loss=loss)
             loss_sum = output.loss
         else:
             output = model(**batch.net_input())
             # Nobody else holds the logits, so their memory can become that of their gradient.
-            loss_sum = cross_entropy_sum(output.logits, batch.targets, overwrite_logits=True)
+            loss_sum = cross_entropy_sum(
+                output.logits, batch.targets, overwrite_logits=True, vocab_mesh=output.vocab_mesh
+            )
         return self.with_reports(CriterionOutput(loss_sum, batch.num_targets), output.reports)
 
     def check_model(self, model: nn.Module) -> None:
@@ -70,21 +79,36 @@ class CrossEntropy(BaseCriterion):
             )
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor, *, overwrite_logits: bool = False) -> Tensor:
+def cross_entropy_sum(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    overwrite_logits: bool = False,
+    vocab_mesh: DeviceMesh | None = None,
+) -> Tensor:
     """Sum of -log softmax(logits)[target] over the targets that are not ``IGNORE_INDEX``.
 
     The softmax is computed in float32 whatever the type of the logits, a block of rows at a time,
     forward and again backward. Besides the logits and their gradient nothing of their size is held.
 
     Args:
-        logits: (..., V) floating point.
+        logits: (..., V) floating point, or this rank's part of V.
         targets: (...) int64.
         overwrite_logits: let the backward pass write the gradient over the logits, which are often
             the largest tensor of an update. A second backward pass is then an error.
+        vocab_mesh: axis that V is spread over, or None.
 
     Returns:
         A float32 scalar; 0 when there are no targets.
     """
+    if vocab_mesh is not None:
+        return vocab_parallel_cross_entropy_sum(
+            logits,
+            targets,
+            vocab_mesh,
+            ignore_index=IGNORE_INDEX,
+            overwrite_logits=overwrite_logits,
+        )
     rows = logits.reshape(-1, logits.shape[-1])
     result: Tensor = _CrossEntropySum.apply(rows, targets.reshape(-1), overwrite_logits)
     return result

@@ -5,18 +5,27 @@ N rows (tokens), C rows of a chunk, D features, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from scalerun.criterions.row_blocks import row_blocks
 from scalerun.data.batch import IGNORE_INDEX
+from scalerun.modules.megatron.cross_entropy import vocab_parallel_loss_and_gradient
+from scalerun.modules.row_blocks import row_blocks
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 
 def linear_cross_entropy_sum(
-    features: Tensor, weight_VD: Tensor, targets: Tensor, *, chunk_tokens: int
+    features: Tensor,
+    weight_VD: Tensor,
+    targets: Tensor,
+    *,
+    chunk_tokens: int,
+    vocab_mesh: DeviceMesh | None = None,
 ) -> Tensor:
     """Sum of -log softmax(features W^T)[target] over the targets that are not ``IGNORE_INDEX``.
 
@@ -31,9 +40,11 @@ def linear_cross_entropy_sum(
 
     Args:
         features: (..., D) floating point.
-        weight_VD: (V, D).
+        weight_VD: (V, D), or this rank's rows of it.
         targets: (...) int64.
         chunk_tokens: C, rows whose logits exist at a time.
+        vocab_mesh: axis that V is spread over, or None. The gradient of the features is then this
+            rank's share of a sum over the ranks.
 
     Returns:
         A scalar, float32 or better; 0 when there are no targets.
@@ -41,7 +52,7 @@ def linear_cross_entropy_sum(
     rows_ND = features.reshape(-1, features.shape[-1])
     wanted = torch.is_grad_enabled()
     result: Tensor = _LinearCrossEntropySum.apply(
-        rows_ND, weight_VD, targets.reshape(-1), chunk_tokens, wanted
+        rows_ND, weight_VD, targets.reshape(-1), chunk_tokens, wanted, vocab_mesh
     )
     return result
 
@@ -51,7 +62,13 @@ class _LinearCrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, chunk: int, wanted: bool
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        chunk: int,
+        wanted: bool,
+        mesh: DeviceMesh | None,
     ) -> Tensor:
         device = x_ND.device
         dtype = x_ND.dtype
@@ -70,7 +87,8 @@ class _LinearCrossEntropySum(torch.autograd.Function):
                 rows = slice(start, start + chunk)
                 x_CD = x_ND[rows].to(dtype)
                 logits_CV = torch.mm(x_CD, w_VD.t(), out=space_CV[: len(x_CD)])
-                loss += _loss(logits_CV, targets_N[rows], overwrite_logits=of_x or of_weight)
+                overwrite = of_x or of_weight
+                loss += _loss(logits_CV, targets_N[rows], mesh, overwrite_logits=overwrite)
                 if grad_ND is not None:
                     torch.mm(logits_CV, w_VD, out=grad_ND[rows])
                 if grad_VD is not None and dtype == wide:
@@ -89,11 +107,21 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         of_x, of_weight = (
             None if grad is None else grad.mul_(grad_output) for grad in ctx.saved_tensors
         )
-        return of_x, of_weight, None, None, None
+        return of_x, of_weight, None, None, None, None
 
 
-def _loss(logits_CV: Tensor, targets_C: Tensor, *, overwrite_logits: bool) -> Tensor:
+def _loss(
+    logits_CV: Tensor, targets_C: Tensor, mesh: DeviceMesh | None, *, overwrite_logits: bool
+) -> Tensor:
     """The loss of a chunk, a scalar; the gradient of the logits takes their place if wanted."""
+    if mesh is not None:
+        return vocab_parallel_loss_and_gradient(
+            logits_CV,
+            targets_C,
+            mesh,
+            ignore_index=IGNORE_INDEX,
+            overwrite_logits=overwrite_logits,
+        )
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     ignored_C1 = (targets_C == IGNORE_INDEX).unsqueeze(1)
     index_C1 = targets_C.clamp(min=0).unsqueeze(1)

@@ -96,9 +96,9 @@ class DistributedConfig(ScalerunDataclass):
     )
     ddp_backend: str = option(
         "fully_sharded",
-        "parameters, gradients and optimizer state of the data-parallel ranks: sharded (FSDP), "
-        "whole copies, or fairscale's FSDP; none for a single data-parallel rank",
-        choices=("fully_sharded", "pytorch_ddp", "fairscale", "none"),
+        "parameters, gradients and optimizer state of the data-parallel ranks: sharded (FSDP) or "
+        "whole copies; none for a single data-parallel rank",
+        choices=("fully_sharded", "pytorch_ddp", "none"),
     )
     replicate_size: int = option(
         1, "copies of the model, each sharded over the rest of the data-parallel ranks (HSDP)"
@@ -115,6 +115,11 @@ class DistributedConfig(ScalerunDataclass):
     )
     no_reshard_after_forward: bool = option(
         False, "keep gathered parameters until backward: faster, more memory"
+    )
+    gather_in_half: bool = option(
+        False,
+        "gather sharded blocks in the type that products are computed in: half the traffic and "
+        "memory, and the gains and biases of their norms are rounded too",
     )
     cpu_offload: bool = option(False, "keep sharded parameters and optimizer state on the host")
     deterministic_reduce: bool = option(
@@ -144,6 +149,7 @@ class DistributedConfig(ScalerunDataclass):
             for flag, given in (
                 ("--replicate-size", self.replicate_size != 1),
                 ("--no-reshard-after-forward", self.no_reshard_after_forward),
+                ("--gather-in-half", self.gather_in_half),
                 ("--cpu-offload", self.cpu_offload),
             ):
                 if given:
@@ -221,6 +227,9 @@ class OptimizationConfig(ScalerunDataclass):
     )
     update_freq: list[int] = option(
         [1], "batches per update; a list gives one value for each epoch, the last repeats"
+    )
+    freeze_params: list[str] = option(
+        [], "name patterns of parameters that are not trained, such as *embed*"
     )
     clip_norm: float = option(0.0, "largest gradient norm; 0 reports the norm and does not clip")
     clip_norm_type: str = option(
@@ -354,5 +363,7 @@ class ScalerunConfig(ScalerunDataclass):
         ]
         if resets and ckpt.restore_file is None:
             raise ConfigError(f"{resets[0]} says what not to load from --restore-file; give both")
+        if self.distributed.gather_in_half and not (common.bf16 or common.fp16):
+            raise ConfigError("--gather-in-half has no effect without --bf16 or --fp16; add one")
         if ckpt.no_save and ckpt.save_interval_updates:
             raise ConfigError("--no-save and --save-interval-updates contradict each other")

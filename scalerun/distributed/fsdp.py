@@ -14,7 +14,13 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from scalerun.dataclass.configs import DistributedConfig
@@ -30,6 +36,7 @@ def shard_model(
     *,
     units: Sequence[nn.Module],
     experts: Sequence[nn.Module] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Shard in place a model that is shapes alone; its parameters become DTensors.
 
@@ -41,6 +48,7 @@ def shard_model(
             as a tied embedding, belongs to the whole model.
         experts: modules inside the units whose parameters are other ones on each rank of ``ep``;
             they are spread over ``efsdp``.
+        dtype: that products are computed in; parameters are gathered in it where the flags say so.
     """
     dense = _data_axes(meshes.dense)
     offload = (
@@ -48,17 +56,25 @@ def shard_model(
         if cfg.cpu_offload
         else OffloadPolicy()
     )
+    gathered = (
+        # The residual stream keeps its type: only weights are cast.
+        MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+        if cfg.gather_in_half
+        else MixedPrecisionPolicy()
+    )
     reshard = not cfg.no_reshard_after_forward
-    for module in experts:
+    parts = [(module, meshes.sparse["efsdp"]) for module in experts]
+    parts += [(unit, dense) for unit in units]
+    for module, mesh in parts:
         fully_shard(
             module,
-            mesh=meshes.sparse["efsdp"],
+            mesh=mesh,
             reshard_after_forward=reshard,
+            mp_policy=gathered,
             offload_policy=offload,
         )
-    for unit in units:
-        fully_shard(unit, mesh=dense, reshard_after_forward=reshard, offload_policy=offload)
-    # Backward begins with what forward ended with: to free it in between would be in vain.
+    # Backward begins with what forward ended with: to free it in between would be in vain. The
+    # embedding starts the residual stream, so it keeps its type.
     fully_shard(model, mesh=dense, reshard_after_forward=False, offload_policy=offload)
     for sharded in _sharded(model):
         sharded.set_force_sum_reduction_for_comms(True)

@@ -73,6 +73,8 @@ class ModelMeshes:
     """Ranks that share each matrix product."""
     expert: DeviceMesh | None = None
     """Ranks that the experts of a layer are spread over."""
+    expert_weights: DeviceMesh | None = None
+    """Both axes, (expert, tensor), for what is cut by both; None without a tensor axis."""
     sequence: DeviceMesh | None = None
     """Ranks that share each sequence (LongNet)."""
     sequence_parallel: bool = False
@@ -114,7 +116,7 @@ def parallel_dims(cfg: DistributedConfig, world_size: int) -> ParallelDims:
     _divides("--seq-parallel-size", sequence, of, data)
     replicate = cfg.replicate_size
     match cfg.ddp_backend:
-        case "fully_sharded" | "fairscale":
+        case "fully_sharded":
             _divides("--replicate-size", replicate, of, data)
         case "pytorch_ddp":
             replicate = data
@@ -173,6 +175,7 @@ def build_meshes(
     model = ModelMeshes(
         tensor=dense["tp"] if dims.tensor > 1 else None,
         expert=sparse["ep"] if dims.expert > 1 else None,
+        expert_weights=sparse["ep", "tp"] if dims.tensor > 1 else None,
         sequence=sequence,
         sequence_parallel=sequence_parallel and dims.tensor > 1,
     )

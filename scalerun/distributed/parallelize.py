@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from scalerun.dataclass.configs import DistributedConfig
@@ -22,18 +23,20 @@ def parallelize(
     *,
     units: list[nn.Module],
     experts: list[nn.Module],
+    dtype: torch.dtype,
 ) -> None:
     """Shard a model before its weights are made; what has to be compiled is by now.
 
     Args:
         units: modules that are each gathered as one.
         experts: modules whose parameters are spread over the expert axis.
+        dtype: that products are computed in.
     """
     if shards(ranks, cfg):
         from scalerun.distributed.fsdp import shard_model  # slow to import
 
         assert ranks.meshes is not None
-        shard_model(model, ranks.meshes, cfg, units=units, experts=experts)
+        shard_model(model, ranks.meshes, cfg, units=units, experts=experts, dtype=dtype)
 
 
 def gradient_sum(

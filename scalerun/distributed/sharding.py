@@ -3,46 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 def empty_parameter(
-    shape: Sequence[int], *, mesh: DeviceMesh | None = None, dim: int = 0
+    shape: Sequence[int], *, mesh: DeviceMesh | None = None, dim: int | tuple[int, int] = 0
 ) -> nn.Parameter:
     """An unset parameter. On a mesh it is a DTensor whose dimension ``dim`` is cut in equal parts.
 
     Args:
         shape: of the whole parameter.
-        mesh: one axis; None for a plain parameter.
+        mesh: one axis; None for a plain parameter. Or two axes, and a dimension for each.
 
     Raises:
-        ValueError: the axis does not divide the dimension.
+        ValueError: an axis does not divide its dimension.
     """
     if mesh is None:
         return nn.Parameter(torch.empty(*shape))
     from torch.distributed.tensor import DTensor, Shard  # slow to import, and not always needed
 
-    if shape[dim] % mesh.size():
-        raise ValueError(f"{mesh.size()} ranks cannot share dimension {dim} of {tuple(shape)}")
     local = list(shape)
-    local[dim] //= mesh.size()
+    dims = (dim,) if isinstance(dim, int) else dim
+    for size, cut in zip(mesh.shape, dims, strict=True):
+        if local[cut] % size:
+            raise ValueError(f"{size} ranks cannot share dimension {cut} of {tuple(shape)}")
+        local[cut] //= size
     whole = torch.empty(*shape, device="meta")
     return nn.Parameter(
         DTensor.from_local(
             torch.empty(*local),
             mesh,
-            [Shard(dim)],
+            [Shard(cut) for cut in dims],
             run_check=False,
             shape=whole.shape,
             stride=whole.stride(),
         )
     )
+
+
+def part_of(parameter: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """This rank's part of what :func:`empty_parameter` made for the same mesh, with its gradient.
+
+    The mesh says what the parameter is, which a compiler cannot find out for itself.
+    """
+    return parameter if mesh is None else cast("DTensor", parameter).to_local()
 
 
 @torch.no_grad()

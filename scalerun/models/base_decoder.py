@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from scalerun.models.base_model import BaseModel
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.incremental_state import IncrementalState
+from scalerun.modules.megatron.mappings import gather_from
 
-FeatureLoss = Callable[[Tensor, Tensor], Tensor]
-"""Features (B, T, D) and the weight of the output projection (V, D) -> a scalar.
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
+
+FeatureLoss = Callable[[Tensor, Tensor, "DeviceMesh | None"], Tensor]
+"""Features (B, T, D), the weight of the output projection (V, D), and the axis that the vocabulary
+is spread over, or None -> a scalar. With an axis the weight is this rank's rows, and the gradient
+of the features this rank's share of a sum.
 
 A model calls it in place of projecting. Features and weight never leave the model, so it does not
 matter how they are sharded or when they are gathered; the logits need not exist all at once.
@@ -27,11 +33,19 @@ class DecoderOutput(NamedTuple):
     """What a decoder returns."""
 
     logits: Tensor | None
-    """(B, T, V), or (B, 1, V) when only the last token's were asked for; None with a loss."""
+    """(B, T, V), or (B, 1, V) when only the last token's were asked for; None with a loss. This
+    rank's part of V where :attr:`vocab_mesh` is not None."""
     reports: tuple[Auxiliary, ...] = ()
     """One for each layer that has an auxiliary loss."""
     loss: Tensor | None = None
     """What the :data:`FeatureLoss` returned, if one was given."""
+    vocab_mesh: DeviceMesh | None = None
+    """Axis that the vocabulary is spread over; None if each rank has all of it."""
+
+    def whole_logits(self) -> Tensor:
+        """The logits of the whole vocabulary; all ranks of the axis have to call it."""
+        assert self.logits is not None
+        return gather_from(self.logits, self.vocab_mesh)
 
 
 class BaseDecoder(BaseModel):

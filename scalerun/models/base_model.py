@@ -16,6 +16,7 @@ from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.flags import check_settings
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
+from scalerun.models.tensor_parallel import check_tensor_parallel
 from scalerun.modules.init import initialize
 from scalerun.modules.moe.experts import Experts
 from scalerun.registry import Registry, unknown_name
@@ -244,9 +245,17 @@ def build_model(
             shards it has to be.
 
     Raises:
-        ConfigError: a setting is of another type, is no choice, or contradicts another one.
+        ConfigError: a setting is of another type, is no choice, or contradicts another one, or the
+            ranks of the tensor axis cannot share the model equally.
     """
     check_settings(cfg)
+    if meshes.tensor is not None:
+        check_tensor_parallel(
+            cfg,
+            ranks=meshes.tensor.size(),
+            sequence_parallel=meshes.sequence_parallel,
+            vocab_size=vocab_size,
+        )
     model_class = MODEL_REGISTRY.class_for(cfg)
     with torch.device("meta"):
         model = model_class.build_model(

@@ -20,8 +20,9 @@ from scalerun.modules.block import TransformerBlock
 from scalerun.modules.dilated_attention import DilatedAttention
 from scalerun.modules.drop_path import drop_path_rate_of_layer
 from scalerun.modules.embedding import InputEmbedding, TokenEmbedding
-from scalerun.modules.feed_forward import GLU, Activation, FeedForward, PerToken
+from scalerun.modules.feed_forward import GLU, Activation, FeedForward
 from scalerun.modules.linear import Linear
+from scalerun.modules.megatron.layers import ColumnParallelLinear, VocabParallelEmbedding
 from scalerun.modules.mixer import Mixer
 from scalerun.modules.moe.experts import ExpertPlacement, Experts, StackedNorm
 from scalerun.modules.moe.gates import GATES
@@ -29,6 +30,7 @@ from scalerun.modules.moe.moe_layer import MoELayer
 from scalerun.modules.moe.router import Router
 from scalerun.modules.multiway import Multiway, MultiwayPerToken, MultiwayPositions
 from scalerun.modules.norm import LayerNorm, RMSNorm
+from scalerun.modules.per_token import PerToken
 from scalerun.modules.positions.base_position import AbsolutePosition, BasePosition
 from scalerun.modules.positions.learned import LearnedPositions
 from scalerun.modules.positions.relative_bias import RelativeBias
@@ -99,10 +101,20 @@ class StackParts(ABC):
         raise AssertionError(self.axes.norm)
 
     def norm(self, dim: int) -> nn.Module:
-        """A norm over ``dim`` features, or one for each half of a multiway stack."""
+        """The same, or one for each half of a multiway stack."""
         if self.stack.multiway:
             return Multiway(self.one_norm(dim), self.one_norm(dim))
         return self.one_norm(dim)
+
+    def inner_norm(self, dim: int) -> nn.Module | None:
+        """The norm inside a branch, which shares its features as the branch does; or None."""
+        if not self.axes.inner_norm:
+            return None
+        norm, mesh = self.one_norm(dim), self.meshes.tensor
+        if mesh is not None and type(norm) in (LayerNorm, RMSNorm):
+            assert isinstance(norm, LayerNorm | RMSNorm)
+            norm.spread_over(mesh)
+        return norm
 
     @abstractmethod
     def mixer(self, layer: int) -> Mixer:
@@ -135,14 +147,18 @@ class StackParts(ABC):
             init=self.weights.ffn,
             activation=ACTIVATIONS[self.cfg.activation_fn],
             activation_dropout=self.cfg.activation_dropout,
-            inner_norm=self.one_norm(self.stack.ffn_dim) if self.axes.inner_norm else None,
+            inner_norm=self.inner_norm(self.stack.ffn_dim),
+            tp_mesh=self.meshes.tensor,
         )
 
     def moe_layer(self) -> MoELayer:
         """A layer whose tokens go to experts: feed-forward layers, whatever the dense ones are."""
         cfg, dim, ffn_dim = self.cfg, self.stack.dim, self.stack.ffn_dim
         num_experts, rms = cfg.moe_expert_count, self.axes.norm == "rms_norm"
-        placement = ExpertPlacement(num_experts, self.meshes.expert)
+        meshes = self.meshes
+        placement = ExpertPlacement(
+            num_experts, meshes.expert, meshes.tensor, meshes.expert_weights
+        )
         norm = StackedNorm(placement, ffn_dim, eps=cfg.layernorm_eps, rms=rms)
         experts = Experts(
             placement,
@@ -222,11 +238,12 @@ class StackParts(ABC):
 
     def token_embedding(self) -> TokenEmbedding:
         """The table of token vectors."""
-        return TokenEmbedding(
+        return VocabParallelEmbedding(
             self.vocab_size,
             self.stack.dim,
             padding_idx=self.padding_idx,
             init=self.weights.embedding,
+            tp_mesh=self.meshes.tensor,
         )
 
     def embedding(self, tokens: TokenEmbedding | None = None) -> InputEmbedding:
@@ -252,7 +269,14 @@ class StackParts(ABC):
         """From features to logits; None to use the token embedding."""
         if self.stack.tied_output:
             return None
-        return Linear(self.stack.dim, self.vocab_size, init=self.weights.output, bias=False)
+        return ColumnParallelLinear(
+            self.stack.dim,
+            self.vocab_size,
+            init=self.weights.output,
+            bias=False,
+            tp_mesh=self.meshes.tensor,
+            copy_input=False,
+        )
 
 
 class TransformerParts(StackParts):
@@ -272,8 +296,9 @@ class TransformerParts(StackParts):
                     self.stack.num_heads,
                     init=self.weights.attention,
                     dropout=self.cfg.attention_dropout,
-                    inner_norm=self.norm(self.stack.dim) if self.axes.inner_norm else None,
+                    inner_norm=self.attention_norm(),
                     multiway=self.stack.multiway,
+                    tp_mesh=self.meshes.tensor,
                 )
             case "dilated_attention":
                 return DilatedAttention(
@@ -281,12 +306,22 @@ class TransformerParts(StackParts):
                     self.stack.num_heads,
                     init=self.weights.attention,
                     dilation=self.cfg.dilation(zero_keys=self.stack.zero_keys),
-                    merge_gradient=self.cfg.dilated_merge_gradient,
                     dropout=self.cfg.attention_dropout,
-                    inner_norm=self.norm(self.stack.dim) if self.axes.inner_norm else None,
+                    inner_norm=self.attention_norm(),
                     multiway=self.stack.multiway,
+                    tp_mesh=self.meshes.tensor,
                 )
         raise AssertionError(self.axes.mixer)
+
+    def attention_norm(self) -> nn.Module | None:
+        """The norm inside of attention, or one for each half of a multiway stack; or None."""
+        dim = self.stack.dim
+        norm = self.inner_norm(dim)
+        if norm is None or not self.stack.multiway:
+            return norm
+        other = self.inner_norm(dim)
+        assert other is not None
+        return Multiway(norm, other)
 
     def cross_mixer(self, layer: int) -> Mixer | None:
         """The part of a layer (from 0) that reads an encoder's output; None without one.
@@ -301,6 +336,7 @@ class TransformerParts(StackParts):
             self.stack.num_heads,
             init=self.init_scheme(gain).attention,
             dropout=self.cfg.attention_dropout,
+            tp_mesh=self.meshes.tensor,
         )
 
     def relative_position(self) -> BasePosition | None:
@@ -323,6 +359,7 @@ class TransformerParts(StackParts):
             self.cfg.max_rel_pos,
             num_heads=self.stack.num_heads,
             init=self.weights.relative_bias,
+            tp_mesh=self.meshes.tensor,
         )
 
     def cross_position(self) -> RelativeBias | None:

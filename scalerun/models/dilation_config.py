@@ -74,6 +74,7 @@ class DilationConfig(ScalerunDataclass):
             tuple(self.dilated_ratio),
             head_offset=self.dilated_head_offset,
             zero_keys=zero_keys,
+            merge_gradient=self.dilated_merge_gradient,
         )
 
 

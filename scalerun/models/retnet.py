@@ -167,6 +167,7 @@ class RetNetParts(StackParts):
             norm_eps=cfg.layernorm_eps,
             norm_eps_mode=cfg.norm_eps_mode,
             chunk_size=cfg.recurrent_chunk_size if cfg.chunkwise_recurrent else None,
+            tp_mesh=self.meshes.tensor,
         )
 
     def retention_init(self) -> RetentionInit:
@@ -202,7 +203,9 @@ class RetNetLM(TransformerDecoder):
     ) -> tuple[Tensor, list[Auxiliary]]:
         mixer = self.blocks()[0].mixer
         assert isinstance(mixer, Retention)
-        tables = mixer.tables(context, x_BTD.shape[1], computing_dtype(x_BTD))
+        assert context.positions_BT is not None
+        num_tokens = context.positions_BT.shape[1]
+        tables = mixer.tables(context, num_tokens, computing_dtype(x_BTD))
         return super().run_layers(x_BTD, replace(context, rotation=tables), state=state)
 
 

@@ -61,6 +61,12 @@ class Stack:
         return f"--max-{'target' if self.side == 'decoder' else 'source'}-positions"
 
     @property
+    def heads_flag(self) -> str:
+        """The flag that sets the number of heads."""
+        kind = "retention" if self.axes.mixer == "retention" else "attention"
+        return f"--{self.side}-{kind}-heads"
+
+    @property
     def head_dim(self) -> int:
         """Width of a head."""
         return self.dim // self.num_heads

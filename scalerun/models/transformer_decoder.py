@@ -6,22 +6,28 @@ B batch, T new tokens, S keys (cached and new), M source tokens, D model width, 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
+from scalerun.distributed.sharding import part_of
 from scalerun.models.base_decoder import BaseDecoder, DecoderOutput, FeatureLoss
 from scalerun.models.blocks import StackParts, TransformerParts
 from scalerun.models.transformer_stack import TransformerStack, computing_dtype
 from scalerun.modules.attention_mask import fold_into_bias, visible_keys
 from scalerun.modules.auxiliary import Auxiliary
-from scalerun.modules.block_context import BlockContext, Source
+from scalerun.modules.block_context import BlockContext, Source, spread_over
 from scalerun.modules.embedding import InputEmbedding
 from scalerun.modules.incremental_state import EncodedSource, IncrementalState
+from scalerun.modules.megatron.mappings import enter, gather_from_sequence
+from scalerun.modules.norm import normed
 from scalerun.modules.positions.base_position import positions_after_left_padding
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 FEW_ROWS = range(4, 17)
 """Rows of a decoding step that a CPU multiplies faster with a large matrix in front."""
@@ -92,20 +98,18 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
             source: what cross-attention reads; with an incremental state given once.
             loss: computed in place of the logits.
         """
-        batch_size, num_tokens = tokens_BT.shape
-        state = incremental_state
-        if state is None:
-            state = IncrementalState([], batch_size=batch_size, max_length=num_tokens)
-        elif positions_BT is not None or document_ids_BT is not None:
-            raise ValueError("an incremental state excludes positions_BT and document_ids_BT")
-        state.check(batch_size, num_tokens)
-        if source is not None:
-            state.source = source
+        num_tokens = tokens_BT.shape[1]
+        arranged = positions_BT is not None or document_ids_BT is not None
+        state = _begun(incremental_state, tokens_BT.shape, arranged=arranged, source=source)
         self.check_positions(positions_BT, state.length + num_tokens)
         queries_BT, keys_BS, padding_BS = state.place(
             padding_mask_BT, num_tokens=num_tokens, device=tokens_BT.device
         )
-        x_BTD = self.embedding(tokens_BT, queries_BT if positions_BT is None else positions_BT)
+        whole = incremental_state is not None or last_token_only
+        time_mesh = None if whole else self.time_mesh(num_tokens)
+        x_BTD = self.embedding(
+            tokens_BT, queries_BT if positions_BT is None else positions_BT, time_mesh=time_mesh
+        )
         context = self._context(
             queries_BT,
             keys_BS,
@@ -117,9 +121,11 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         if state.source is not None:
             read = self._source(state.source, queries_BT, dtype=computing_dtype(x_BTD))
             context = replace(context, source=read)
+        if time_mesh is not None:
+            context = replace(context, time_mesh=time_mesh)
         x_BTD, reports = self.run_layers(x_BTD, context, state=state)
         state.advance(num_tokens)
-        return self._output(x_BTD[:, -1:] if last_token_only else x_BTD, reports, loss)
+        return self._output(x_BTD[:, -1:] if last_token_only else x_BTD, reports, loss, time_mesh)
 
     @property
     def masks_documents(self) -> bool:
@@ -185,27 +191,40 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
         return Source(source.features_BMD, bias_BHTM, empty_rows)
 
     def _output(
-        self, x_BTD: Tensor, reports: list[Auxiliary], loss: FeatureLoss | None
+        self,
+        x_BTD: Tensor,
+        reports: list[Auxiliary],
+        loss: FeatureLoss | None,
+        time_mesh: DeviceMesh | None,
     ) -> DecoderOutput:
         """The logits, or the loss in their place."""
+        mesh = self.vocab_mesh
         if loss is None:
-            return DecoderOutput(self.logits(x_BTD), tuple(reports))
-        found = loss(self.features(x_BTD), self.vocabulary_weight())
+            return DecoderOutput(self.logits(x_BTD, time_mesh), tuple(reports), vocab_mesh=mesh)
+        found = loss(self.features(x_BTD, time_mesh), self.vocabulary_weight(), mesh)
         return DecoderOutput(None, tuple(reports), found)
 
-    def logits(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, V) from what the last block returns."""
-        return project_to_vocabulary(self.features(x_BTD), self.vocabulary_weight())
+    def logits(self, x_BTD: Tensor, time_mesh: DeviceMesh | None = None) -> Tensor:
+        """(B, T, V) from what the last block returns, or this rank's part of the vocabulary."""
+        return project_to_vocabulary(self.features(x_BTD, time_mesh), self.vocabulary_weight())
 
-    def features(self, x_BTD: Tensor) -> Tensor:
-        """What is projected to the vocabulary, from what the last block returns."""
-        return x_BTD if self.final_norm is None else self.final_norm(x_BTD)
+    def features(self, x_BTD: Tensor, time_mesh: DeviceMesh | None = None) -> Tensor:
+        """What is projected to the vocabulary, of all tokens, from what the last block returns.
+
+        Args:
+            time_mesh: axis that the tokens of the last block are spread over.
+        """
+        if self.final_norm is not None:
+            x_BTD = normed(self.final_norm, x_BTD, spread_over(time_mesh))
+        if self.vocab_mesh is None:
+            return gather_from_sequence(x_BTD, time_mesh, partial_gradient=False)
+        return enter(x_BTD, self.vocab_mesh, time_mesh)
 
     def vocabulary_weight(self) -> Tensor:
-        """(V, D), the weight of the output projection."""
-        if self.output_projection is not None:
-            return self.output_projection.weight
-        return self.embedding.tokens.weight
+        """(V, D), the weight of the output projection, or this rank's rows of it."""
+        projection = self.output_projection
+        layer = self.embedding.tokens if projection is None else projection
+        return part_of(layer.weight, layer.tp_mesh)
 
     def init_incremental_state(self, batch_size: int, max_length: int) -> IncrementalState:
         layers = [block.init_state(batch_size, max_length) for block in self.blocks()]
@@ -213,3 +232,27 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
 
     def training_flops_per_token(self, sequence_length: int) -> int:
         return self.flops_per_token(sequence_length) + 6 * self.embedding.tokens.weight.numel()
+
+
+def _begun(
+    state: IncrementalState | None,
+    shape: tuple[int, ...],
+    *,
+    arranged: bool,
+    source: EncodedSource | None,
+) -> IncrementalState:
+    """The state that tokens (B, T) extend; without one, an empty one that keeps nothing.
+
+    Args:
+        arranged: positions or documents are given, which follow from a state.
+        source: what cross-attention reads, unless the state knows it.
+    """
+    batch_size, num_tokens = shape
+    if state is None:
+        state = IncrementalState([], batch_size=batch_size, max_length=num_tokens)
+    elif arranged:
+        raise ValueError("an incremental state excludes positions_BT and document_ids_BT")
+    state.check(batch_size, num_tokens)
+    if source is not None:
+        state.source = source
+    return state

@@ -6,7 +6,7 @@ B batch, T tokens, D model width, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
+from scalerun.distributed.sharding import part_of
 from scalerun.models.attention_config import AttentionConfig
 from scalerun.models.base_model import BaseModel, register_model
 from scalerun.models.blocks import TransformerParts
@@ -25,9 +26,20 @@ from scalerun.modules.attention_mask import fold_into_bias
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.block_context import BlockContext
 from scalerun.modules.embedding import InputEmbedding
-from scalerun.modules.multiway import route
+from scalerun.modules.megatron.mappings import (
+    TIME,
+    copy_to,
+    gather_from,
+    gather_from_sequence,
+    scatter_to,
+    scatter_to_sequence,
+)
+from scalerun.modules.norm import normed
 from scalerun.modules.positions.base_position import positions_after_left_padding
 from scalerun.modules.residual import deepnorm_alpha, deepnorm_gain, subln_gain
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 MODEL = "transformer_encoder"
 
@@ -108,9 +120,16 @@ class EncoderOutput(NamedTuple):
     features: Tensor
     """(B, T, D) after the last norm."""
     logits: Tensor | None = None
-    """(B, T, V); None for a model without an output layer."""
+    """(B, T, V); None for a model without an output layer. This rank's part of V where
+    :attr:`vocab_mesh` is not None."""
     reports: tuple[Auxiliary, ...] = ()
     """One for each layer that has an auxiliary loss."""
+    vocab_mesh: DeviceMesh | None = None
+    """Axis that the vocabulary is spread over; None if each rank has all of it."""
+
+    def whole_logits(self) -> Tensor | None:
+        """The logits of the whole vocabulary; all ranks of the axis have to call it."""
+        return None if self.logits is None else gather_from(self.logits, self.vocab_mesh)
 
 
 @register_model(MODEL, TransformerEncoderConfig)
@@ -183,26 +202,33 @@ class TransformerEncoder(TransformerStack, BaseModel):
         """
         if (tokens_BT is None) == (token_embeddings_BTD is None):
             raise ValueError("an encoder reads either tokens or token embeddings")
+        given = token_embeddings_BTD if tokens_BT is None else tokens_BT
+        assert given is not None
+        num_tokens, device = given.shape[1], given.device
+        time_mesh = self.time_mesh(num_tokens)
         if token_embeddings_BTD is None:
-            token_embeddings_BTD = self.embedding.tokens(tokens_BT)
-        num_tokens, device = token_embeddings_BTD.shape[1], token_embeddings_BTD.device
+            x_BTD = self.embedding.tokens(tokens_BT, time_mesh)
+        else:
+            x_BTD = scatter_to_sequence(token_embeddings_BTD, time_mesh)
         self.check_positions(positions_BT, num_tokens)
         counted_BT = positions_after_left_padding(padding_mask_BT, num_tokens, device)
         context = self._context(
-            counted_BT, padding_mask_BT, hidden_TT, dtype=computing_dtype(token_embeddings_BTD)
+            counted_BT, padding_mask_BT, hidden_TT, dtype=computing_dtype(x_BTD)
         )
-        context = replace(context, split=split)
+        context = replace(context, split=split, time_mesh=time_mesh)
         x_BTD = self.embedding.place(
-            token_embeddings_BTD,
+            x_BTD,
             counted_BT if positions_BT is None else positions_BT,
             context=context,
         )
         if padding_mask_BT is not None:
-            x_BTD = x_BTD.masked_fill(padding_mask_BT.unsqueeze(-1), 0.0)
+            own_BT = scatter_to(padding_mask_BT, time_mesh, TIME)
+            x_BTD = x_BTD.masked_fill(own_BT.unsqueeze(-1), 0.0)
         x_BTD, reports = self.run_layers(x_BTD, context)
         if self.final_norm is not None:
-            x_BTD = route(self.final_norm, x_BTD, context)
-        return EncoderOutput(x_BTD, self.logits(x_BTD), tuple(reports))
+            x_BTD = normed(self.final_norm, x_BTD, context)
+        x_BTD = gather_from_sequence(x_BTD, time_mesh, partial_gradient=False)
+        return EncoderOutput(x_BTD, self.logits(x_BTD), tuple(reports), self.vocab_mesh)
 
     def _context(
         self,
@@ -236,12 +262,13 @@ class TransformerEncoder(TransformerStack, BaseModel):
         return replace(context, bias_BHTS=bias_BHTT, empty_rows_B1T1=empty_rows)
 
     def logits(self, x_BTD: Tensor) -> Tensor | None:
-        """(B, T, V) from features, or None."""
+        """(B, T, V) from features, or this rank's part of the vocabulary, or None."""
         if not self.has_output:
             return None
+        x_BTD = copy_to(x_BTD, self.vocab_mesh)
         if self.output_projection is not None:
             return self.output_projection(x_BTD)
-        return F.linear(x_BTD, self.embedding.tokens.weight)
+        return F.linear(x_BTD, part_of(self.embedding.tokens.weight, self.vocab_mesh))
 
     def training_flops_per_token(self, sequence_length: int) -> int:
         output = self.embedding.tokens.weight.numel() if self.has_output else 0

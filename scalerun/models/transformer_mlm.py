@@ -6,22 +6,26 @@ B batch, T tokens, N selected tokens, D model width, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
+from scalerun.distributed.sharding import empty_parameter, part_of
 from scalerun.models.base_model import register_model, register_model_architecture
 from scalerun.models.blocks import ACTIVATIONS, TransformerParts
 from scalerun.models.transformer_encoder import TransformerEncoder, TransformerEncoderConfig
 from scalerun.modules.feed_forward import Activation
 from scalerun.modules.init import Initializer, LinearInit, zeros
 from scalerun.modules.linear import Linear
+from scalerun.modules.megatron.mappings import copy_to
 from scalerun.modules.norm import LayerNorm
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 MODEL = "transformer_mlm"
 HEAD_EPS = 1e-5
@@ -47,24 +51,40 @@ class MaskedLMHead(nn.Module):
     """``norm(activation(dense(x))) E^T + bias``, with E the token embedding.
 
     Source: Devlin et al. 2018, arXiv:1810.04805. The norm's epsilon is 1e-5 whatever the model's.
+
+    Args:
+        dim: D.
+        vocab_size: V.
+        init: how ``dense`` starts.
+        activation: applied after it.
+        tp_mesh: axis that the vocabulary is spread over, or None. Each rank has the rest whole.
     """
 
     def __init__(
-        self, dim: int, vocab_size: int, *, init: LinearInit, activation: Activation
+        self,
+        dim: int,
+        vocab_size: int,
+        *,
+        init: LinearInit,
+        activation: Activation,
+        tp_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        self.tp_mesh = tp_mesh
         self.dense = Linear(dim, dim, init=init)
         self.activation = activation
         self.norm = LayerNorm(dim, HEAD_EPS)
-        self.bias = nn.Parameter(torch.empty(vocab_size))
+        self.bias = empty_parameter((vocab_size,), mesh=tp_mesh)
 
     def initializers(self) -> dict[str, Initializer]:
         return {"bias": zeros}
 
     def forward(self, x: Tensor, embedding_VD: Tensor) -> Tensor:
-        """(..., V) from (..., D)."""
+        """(..., V) from (..., D), or this rank's part of V."""
         x = self.norm(self.activation(self.dense(x)))
-        return F.linear(x, embedding_VD, self.bias.to(x.dtype))
+        x = copy_to(x, self.tp_mesh)
+        weight_VD, bias_V = (part_of(p, self.tp_mesh) for p in (embedding_VD, self.bias))
+        return F.linear(x, weight_VD, bias_V.to(x.dtype))
 
 
 @register_model(MODEL, TransformerMLMConfig)
@@ -78,6 +98,7 @@ class TransformerMLM(TransformerEncoder):
             parts.vocab_size,
             init=parts.weights.output,
             activation=ACTIVATIONS[parts.cfg.activation_fn],
+            tp_mesh=self.embedding.tokens.tp_mesh,
         )
 
     @classmethod

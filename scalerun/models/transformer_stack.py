@@ -5,16 +5,23 @@ B batch, T new tokens, S keys (cached and new), D model width.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
+from scalerun.dataclass.errors import ConfigError
 from scalerun.models.blocks import StackParts
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.block import TransformerBlock
 from scalerun.modules.block_context import BlockContext
 from scalerun.modules.embedding import InputEmbedding
 from scalerun.modules.incremental_state import IncrementalState
+from scalerun.modules.linear import Linear
 from scalerun.modules.positions.base_position import BasePosition
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 
 class TransformerStack(nn.Module):
@@ -24,6 +31,9 @@ class TransformerStack(nn.Module):
         parts: makes all of them.
         embedding: from token numbers to (B, T, D); None for one that the parts make.
     """
+
+    output_projection: Linear | None
+    """From features to logits; None to use the token embedding."""
 
     def __init__(self, parts: StackParts, embedding: InputEmbedding | None = None) -> None:
         super().__init__()
@@ -35,6 +45,29 @@ class TransformerStack(nn.Module):
         self._max_positions = parts.stack.max_positions
         self.reads_bias = any(block.mixer.reads_bias for block in self.blocks())
         """Whether any mixer reads ``context.bias_BHTS``."""
+        biased = self.relative_position is not None and self.relative_position.tp_mesh is not None
+        if biased and any(block.mixer.tp_mesh is None for block in self.blocks()):
+            raise ConfigError(
+                "--rel-pos-buckets gives each of the --model-parallel-size ranks the score biases "
+                "of its own heads, but a mixer of this --arch computes all heads on each rank; "
+                "remove one of the flags"
+            )
+        self._spread = parts.meshes.tensor if parts.meshes.sequence_parallel else None
+
+    def time_mesh(self, num_tokens: int) -> DeviceMesh | None:
+        """Axis to spread so many tokens over between the products of the blocks.
+
+        None without ``--sequence-parallel``, and where the axis does not divide them: each rank has
+        all tokens then, with the same results.
+        """
+        uneven = self._spread is not None and num_tokens % self._spread.size() != 0
+        return None if uneven else self._spread
+
+    @property
+    def vocab_mesh(self) -> DeviceMesh | None:
+        """Axis that the logits' vocabulary is spread over; None if each rank has all of it."""
+        projection = self.output_projection
+        return self.embedding.tokens.tp_mesh if projection is None else projection.tp_mesh
 
     def blocks(self) -> list[TransformerBlock]:
         """The blocks, in order."""

@@ -6,8 +6,10 @@ B batch, T new tokens, S keys (cached and new), D model width, H heads, K = D / 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Self
+from functools import partial
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +20,16 @@ from scalerun.modules.block_context import BlockContext
 from scalerun.modules.incremental_state import KVCache, LayerState, SourceCache
 from scalerun.modules.init import LinearInit
 from scalerun.modules.joined_linear import joined, lay_together
-from scalerun.modules.linear import Linear
+from scalerun.modules.megatron.heads import own_heads
+from scalerun.modules.megatron.layers import ColumnParallelLinear, RowParallelLinear
+from scalerun.modules.megatron.mappings import copy_to, enter
+from scalerun.modules.megatron.random import rank_stream
 from scalerun.modules.mixer import Mixer
 from scalerun.modules.multiway import Multiway, route
+from scalerun.modules.norm import normed_inside
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,8 @@ class Attention(Mixer):
         inner_norm: norm over the joined heads, before the output projection (SubLN; Wang et al.
             2022, arXiv:2210.06423).
         multiway: give each projection a half of its own for either kind of token.
+        tp_mesh: axis that the heads are spread over, and the inner norm with them; or None. What is
+            below called H and D is then this rank's share.
     """
 
     def __init__(
@@ -80,24 +91,30 @@ class Attention(Mixer):
         dropout: float = 0.0,
         inner_norm: nn.Module | None = None,
         multiway: bool = False,
+        tp_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"width {dim} is not a multiple of {num_heads} heads")
         self.dim = dim
         self.num_heads = num_heads
+        self.heads_here = own_heads(num_heads, tp_mesh)
         self.dropout = dropout
-        self.q_proj = _projection(dim, init.q, multiway=multiway)
-        self.k_proj = _projection(dim, init.k, multiway=multiway)
-        self.v_proj = _projection(dim, init.v, multiway=multiway)
+        self.tp_mesh = tp_mesh
+        columns = partial(ColumnParallelLinear, dim, dim, tp_mesh=tp_mesh, copy_input=False)
+        self.q_proj = _projection(columns, init.q, multiway=multiway)
+        self.k_proj = _projection(columns, init.k, multiway=multiway)
+        self.v_proj = _projection(columns, init.v, multiway=multiway)
         self.inner_norm = inner_norm
-        self.out_proj = _projection(dim, init.out, multiway=multiway)
+        rows = partial(RowParallelLinear, dim, dim, tp_mesh=tp_mesh)
+        self.out_proj = _projection(rows, init.out, multiway=multiway)
 
     def forward(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
         q_BHTK, k_BHSK, v_BHSK = self.project(x_BTD, context)
         if context.rotation is not None:
             q_BHTK, k_BHSK = context.rotation(q_BHTK, k_BHSK)
-        y_BHTK = self.mix(q_BHTK, k_BHSK, v_BHSK, context)
+        with self.random_numbers(x_BTD.device):
+            y_BHTK = self.mix(q_BHTK, k_BHSK, v_BHSK, context)
         return self.join(y_BHTK, context)
 
     def project(self, x_BTD: Tensor, context: BlockContext) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,6 +125,7 @@ class Attention(Mixer):
             return q, k, v
         # One product with the joined weights was never faster in training: its gradient has to be
         # copied together.
+        x_BTD = enter(x_BTD, self.tp_mesh, context.time_mesh)
         q, k, v = (self.heads(route(layer, x_BTD, context)) for layer in self.projections())
         return q, k, v
 
@@ -141,8 +159,16 @@ class Attention(Mixer):
         """The heads, normed if there is an inner norm, through the output projection."""
         y_BTD = y_BHTK.transpose(1, 2).flatten(2)
         if self.inner_norm is not None:
-            y_BTD = route(self.inner_norm, y_BTD, context)
+            y_BTD = normed_inside(self.inner_norm, y_BTD, self.tp_mesh, context)
+        if context.time_mesh is not None:
+            return self.out_proj(y_BTD, context.time_mesh)
         return route(self.out_proj, y_BTD, context)
+
+    def random_numbers(self, device: torch.device) -> AbstractContextManager[None]:
+        """Where softmax weights are dropped: the heads of each rank draw by themselves."""
+        if self.tp_mesh is None or not self.training or self.dropout == 0.0:
+            return nullcontext()
+        return rank_stream(self.tp_mesh, device)
 
     def init_state(self, batch_size: int, max_length: int) -> LayerState:
         return KVCache(max_length, projections=joined(self.projections()))
@@ -172,13 +198,15 @@ class CrossAttention(Attention):
         if source is None:
             raise ValueError("cross-attention has no source; hand the encoder's output in")
         k_BHMK, v_BHMK = self.project_source(source.features_BMD, context)
-        y_BHTK = attend(
-            self.heads(self.q_proj(x_BTD)),
-            k_BHMK,
-            v_BHMK,
-            bias_BHTS=source.bias_BHTM,
-            dropout=self.dropout if self.training else 0.0,
-        )
+        x_BTD = enter(x_BTD, self.tp_mesh, context.time_mesh)
+        with self.random_numbers(x_BTD.device):
+            y_BHTK = attend(
+                self.heads(self.q_proj(x_BTD)),
+                k_BHMK,
+                v_BHMK,
+                bias_BHTS=source.bias_BHTM,
+                dropout=self.dropout if self.training else 0.0,
+            )
         if source.empty_rows_B1T1 is not None:
             y_BHTK = y_BHTK.masked_fill(source.empty_rows_B1T1, 0.0)
         return self.join(y_BHTK, context)
@@ -189,6 +217,7 @@ class CrossAttention(Attention):
         if isinstance(cache, SourceCache) and cache.keys_BHMK is not None:
             assert cache.values_BHMK is not None
             return cache.keys_BHMK, cache.values_BHMK
+        features_BMD = copy_to(features_BMD, self.tp_mesh)
         k, v = (self.heads(layer(features_BMD)) for layer in (self.k_proj, self.v_proj))
         if isinstance(cache, SourceCache):
             cache.keys_BHMK, cache.values_BHMK = k, v
@@ -203,8 +232,6 @@ def _computes_plainly(x: Tensor) -> bool:
     return not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
 
 
-def _projection(dim: int, init: LinearInit, *, multiway: bool) -> nn.Module:
+def _projection(make: Callable[..., nn.Module], init: LinearInit, *, multiway: bool) -> nn.Module:
     """A layer D -> D with bias, or a pair of them."""
-    if multiway:
-        return Multiway(Linear(dim, dim, init=init), Linear(dim, dim, init=init))
-    return Linear(dim, dim, init=init)
+    return Multiway(make(init=init), make(init=init)) if multiway else make(init=init)

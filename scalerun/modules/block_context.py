@@ -6,11 +6,15 @@ B batch, T new tokens, S keys (cached and new), M source tokens, H heads, D mode
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from scalerun.modules.incremental_state import LayerState
 from scalerun.modules.positions.base_position import Rotation
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,9 @@ class BlockContext:
     """What cross-attention reads."""
     split: int | None = None
     """Multiway layers: tokens before it go through half A, the others through half B."""
+    time_mesh: DeviceMesh | None = None
+    """Axis that the tokens of the residual stream are spread over, in equal parts in their order;
+    None where each rank has all of them. All other fields speak of all tokens."""
 
     def for_layer(self, state: LayerState) -> BlockContext:
         """The same for a layer with this decoding state."""
@@ -63,3 +70,8 @@ class BlockContext:
 
 NOTHING_KNOWN = BlockContext()
 """The context of a part that needs none."""
+
+
+def spread_over(time_mesh: DeviceMesh | None) -> BlockContext:
+    """A context that says nothing but where the tokens are."""
+    return NOTHING_KNOWN if time_mesh is None else BlockContext(time_mesh=time_mesh)

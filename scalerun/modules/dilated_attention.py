@@ -5,6 +5,8 @@ B batch, T new tokens, S keys (cached and new), H heads, D model width, K = D / 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,10 @@ from scalerun.modules.block_context import BlockContext
 from scalerun.modules.dilated_cache import DilatedCache, NewTokens
 from scalerun.modules.dilation import Dilation
 from scalerun.modules.incremental_state import LayerState
-from scalerun.modules.merged_attention import MERGE_GRADIENTS, merge
+from scalerun.modules.merged_attention import merge
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 
 class DilatedAttention(Attention):
@@ -30,11 +35,10 @@ class DilatedAttention(Attention):
         num_heads: H, a divisor of D.
         init: how the projections start.
         dilation: the branches.
-        merge_gradient: ``torchscale`` or ``exact``, as in
-            :func:`scalerun.modules.merged_attention.merge`.
         dropout: rate of softmax weights set to 0 in training. It costs the fast kernel on a CPU.
         inner_norm: norm over the joined heads, before the output projection.
         multiway: give each projection a half of its own for either kind of token.
+        tp_mesh: axis that the heads are spread over, or None.
     """
 
     reads_bias = False
@@ -46,18 +50,21 @@ class DilatedAttention(Attention):
         *,
         init: AttentionInit,
         dilation: Dilation,
-        merge_gradient: str = "torchscale",
         dropout: float = 0.0,
         inner_norm: nn.Module | None = None,
         multiway: bool = False,
+        tp_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__(
-            dim, num_heads, init=init, dropout=dropout, inner_norm=inner_norm, multiway=multiway
+            dim,
+            num_heads,
+            init=init,
+            dropout=dropout,
+            inner_norm=inner_norm,
+            multiway=multiway,
+            tp_mesh=tp_mesh,
         )
-        if merge_gradient not in MERGE_GRADIENTS:
-            raise ValueError(f"merge_gradient is {merge_gradient!r}; give torchscale or exact")
         self.dilation = dilation
-        self.merge_gradient = merge_gradient
 
     def mix(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, context: BlockContext) -> Tensor:
         padding_BT = context.padding_of_new(q_BHTK.shape[2])
@@ -96,9 +103,11 @@ class DilatedAttention(Attention):
             q_BTHK,
             k_BTHK,
             v_BTHK,
-            self.dilation.segments(q_BTHK, causal=context.causal, lengths_B=lengths_B),
+            self.dilation.segments(
+                q_BTHK, causal=context.causal, lengths_B=lengths_B, heads=self.heads_here
+            ),
             dropout=self.dropout if self.training else 0.0,
-            merge_gradient=self.merge_gradient,
+            merge_gradient=self.dilation.merge_gradient,
         )
         return y_BTHK.transpose(1, 2)
 
@@ -140,7 +149,7 @@ class DilatedAttention(Attention):
         return y_BHTK.masked_fill(empty_BHT1, 0.0)
 
     def init_state(self, batch_size: int, max_length: int) -> LayerState:
-        return DilatedCache(self.dilation, self.num_heads, max_length)
+        return DilatedCache(self.dilation, self.heads_here, max_length)
 
     def mixing_flops_per_token(self, sequence_length: int) -> int:
         return round(12 * self.dim * self.dilation.keys_per_query(sequence_length))

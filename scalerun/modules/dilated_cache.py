@@ -12,6 +12,7 @@ from torch import Tensor
 
 from scalerun.modules.dilation import Dilation
 from scalerun.modules.incremental_state import LayerState
+from scalerun.modules.megatron.heads import Heads
 
 CHUNK = 128
 """New tokens that are compared with each other at once."""
@@ -56,13 +57,13 @@ class DilatedCache(LayerState):
 
     Args:
         dilation: the branches.
-        num_heads: H.
+        heads: the H heads whose keys they are.
         max_length: tokens that a sequence may reach.
     """
 
-    def __init__(self, dilation: Dilation, num_heads: int, max_length: int) -> None:
+    def __init__(self, dilation: Dilation, heads: Heads, max_length: int) -> None:
         self.dilation = dilation
-        self.num_heads = num_heads
+        self.heads = heads
         self.sizes = [-(-min(w, max_length) // r) for w, r in dilation.branches()]
         self.num_slots = sum(self.sizes)
         self.chunk = min(CHUNK, max_length)
@@ -83,7 +84,7 @@ class DilatedCache(LayerState):
         start_BS = lengths_B[:, None] // slots.length_S * slots.length_S
         token_BHS = (start_BS[:, None] + slots.place_HS).clamp_max(num_tokens - 1)
         token_BHSK = token_BHS.unsqueeze(-1).expand(batch, -1, -1, width)
-        shape = (batch, self.num_heads, self.num_slots + self.chunk, width)
+        shape = (batch, self.heads.count, self.num_slots + self.chunk, width)
         self.keys_BHSK, self.values_BHSK = k_BHTK.new_zeros(shape), v_BHTK.new_zeros(shape)
         self.keys_BHSK[:, :, : self.num_slots] = k_BHTK.gather(2, token_BHSK)
         self.values_BHSK[:, :, : self.num_slots] = v_BHTK.gather(2, token_BHSK)
@@ -126,7 +127,7 @@ class DilatedCache(LayerState):
         """In how many branches two new tokens are kept by a head, in one segment: (B, H, T, T)."""
         total: Tensor | int = 0
         for length, ratio in self.dilation.branches():
-            offset_H = self.dilation.offsets(self.num_heads, ratio, positions_BT.device)
+            offset_H = self.offsets(ratio, positions_BT.device)
             kept_BHT = positions_BT[:, None] % ratio == offset_H[:, None]
             segment_BT = positions_BT // length
             same_BTT = segment_BT[:, :, None] == segment_BT[:, None]
@@ -144,7 +145,7 @@ class DilatedCache(LayerState):
         batch, num_tokens = self.keys_BHSK.shape[0], positions_BT.shape[1]
         first, places = 0, []
         for (length, ratio), size in zip(self.dilation.branches(), self.sizes, strict=True):
-            offset_H = self.dilation.offsets(self.num_heads, ratio, positions_BT.device)
+            offset_H = self.offsets(ratio, positions_BT.device)
             current_BT = positions_BT // length == (lengths_B // length)[:, None]
             if padding_BT is not None:
                 current_BT = current_BT & ~padding_BT
@@ -168,12 +169,14 @@ class DilatedCache(LayerState):
                 for numbers in (self.dilation.segment_lengths, self.dilation.ratios)
             )
             number_S = torch.cat([torch.arange(size, device=device) for size in self.sizes])
-            offset_RH = torch.stack(
-                [self.dilation.offsets(self.num_heads, r, device) for r in self.dilation.ratios]
-            )
+            offset_RH = torch.stack([self.offsets(ratio, device) for ratio in self.dilation.ratios])
             phase_HS = offset_RH.repeat_interleave(sizes, 0).T
             self.slots = Slots(lengths, ratios, number_S * ratios + phase_HS, phase_HS)
         return self.slots
+
+    def offsets(self, ratio: int, device: torch.device) -> Tensor:
+        """(H,) int64, the first token of a segment that each head keeps."""
+        return self.dilation.offsets(self.heads.total, ratio, device)[self.heads.own]
 
     def reorder(self, order: Tensor) -> None:
         if self.keys_BHSK is not None and self.values_BHSK is not None:

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scalerun.modules.attention_lse import Options
+from scalerun.modules.megatron.heads import Heads
+from scalerun.modules.merged_attention import MERGE_GRADIENTS
 
 HEAD_OFFSETS = ("block", "mod")
 
@@ -31,12 +33,15 @@ class Dilation:
         zero_keys: a query that sees later tokens also sees the zeros that fill up the last
             segment: each adds 1 to the softmax denominator. A defect of TorchScale, for weights
             that were trained with it.
+        merge_gradient: ``torchscale`` or ``exact``, as in
+            :func:`scalerun.modules.merged_attention.merge`.
     """
 
     segment_lengths: tuple[int, ...]
     ratios: tuple[int, ...]
     head_offset: str = "block"
     zero_keys: bool = False
+    merge_gradient: str = "torchscale"
 
     def __post_init__(self) -> None:
         if not self.segment_lengths or len(self.segment_lengths) != len(self.ratios):
@@ -46,13 +51,15 @@ class Dilation:
                 raise ValueError(f"segment length {length} is no multiple of its ratio {ratio}")
         if self.head_offset not in HEAD_OFFSETS:
             raise ValueError(f"head_offset is {self.head_offset!r}; give block or mod")
+        if self.merge_gradient not in MERGE_GRADIENTS:
+            raise ValueError(f"merge_gradient is {self.merge_gradient!r}; give torchscale or exact")
 
     def branches(self) -> list[tuple[int, int]]:
         """Segment length and ratio of each branch."""
         return list(zip(self.segment_lengths, self.ratios, strict=True))
 
     def offsets(self, num_heads: int, ratio: int, device: torch.device) -> Tensor:
-        """(H,) int64, the first token of a segment that each head keeps."""
+        """(H,) int64, the first token of a segment that each of all heads keeps."""
         heads = torch.arange(num_heads, device=device)
         return heads % ratio if self.head_offset == "mod" else heads // -(-num_heads // ratio)
 
@@ -64,7 +71,12 @@ class Dilation:
         return sum(min(length, num_tokens) / ratio**2 for length, ratio in self.branches())
 
     def segments(
-        self, x_BTHK: Tensor, *, causal: bool, lengths_B: Tensor | None = None
+        self,
+        x_BTHK: Tensor,
+        *,
+        causal: bool,
+        lengths_B: Tensor | None = None,
+        heads: Heads | None = None,
     ) -> list[Segments]:
         """The branches, cut for sequences like ``x_BTHK``: at most two pieces for each.
 
@@ -72,11 +84,13 @@ class Dilation:
             causal: a query sees no later token.
             lengths_B: (B,) int64, real tokens of each row, which are its first ones. None if all
                 are real. Results at other tokens mean nothing.
+            heads: which heads those are; None if they are all.
         """
         num_tokens, num_heads = x_BTHK.shape[1:3]
+        heads = heads or Heads(num_heads, 0, num_heads)
         pieces = []
         for length, ratio in self.branches():
-            offsets = self.offsets(num_heads, ratio, x_BTHK.device)
+            offsets = self.offsets(heads.total, ratio, x_BTHK.device)[heads.own]
             for start, count, size in self.cut(num_tokens, length, ratio):
                 piece = Segments(start, count, size, ratio, offsets, num_tokens, causal)
                 if not causal:

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scalerun.modules.megatron.random import spread_dropout
 
-def dropout(x: Tensor, rate: float, *, training: bool) -> Tensor:
-    """Set each element to 0 with probability ``rate`` and scale the rest by ``1 / (1 - rate)``."""
-    return F.dropout(x, rate) if training and rate > 0.0 else x
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
+
+
+def dropout(
+    x: Tensor,
+    rate: float,
+    *,
+    training: bool,
+    mesh: DeviceMesh | None = None,
+    dim: int = -1,
+) -> Tensor:
+    """Set each element to 0 with probability ``rate`` and scale the rest by ``1 / (1 - rate)``.
+
+    Args:
+        mesh: axis that dimension ``dim`` is spread over; the elements set to 0 are those that would
+            be without one.
+    """
+    if not training or rate == 0.0:
+        return x
+    return F.dropout(x, rate) if mesh is None else spread_dropout(x, rate, mesh, dim)
 
 
 def drop_path(x: Tensor, rate: float, *, training: bool) -> Tensor:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalerun.modules.block_context import NOTHING_KNOWN, BlockContext
+from scalerun.modules.block_context import NOTHING_KNOWN, BlockContext, spread_over
 from scalerun.modules.drop_path import dropout
 from scalerun.modules.init import Initializer
+from scalerun.modules.megatron.mappings import TIME, scatter_to_sequence
 from scalerun.modules.multiway import route
+from scalerun.modules.norm import normed
 from scalerun.modules.positions.base_position import AbsolutePosition
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 
 class TokenEmbedding(nn.Module):
     """A table (V, D). The row of ``padding_idx`` gets no gradient from being looked up."""
+
+    tp_mesh: DeviceMesh | None = None
+    """Axis that shares its rows."""
 
     def __init__(
         self, vocab_size: int, dim: int, *, padding_idx: int | None, init: Initializer
@@ -27,8 +37,13 @@ class TokenEmbedding(nn.Module):
     def initializers(self) -> dict[str, Initializer]:
         return {"weight": self.init}
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        return F.embedding(tokens_BT, self.weight, self.padding_idx)
+    def forward(self, tokens_BT: Tensor, time_mesh: DeviceMesh | None = None) -> Tensor:
+        """(B, T, D) from (B, T), or this rank's tokens of it.
+
+        Args:
+            time_mesh: axis to spread the tokens over; None to have all of them.
+        """
+        return scatter_to_sequence(F.embedding(tokens_BT, self.weight, self.padding_idx), time_mesh)
 
 
 class InputEmbedding(nn.Module):
@@ -58,8 +73,11 @@ class InputEmbedding(nn.Module):
         self.scale = scale
         self.dropout = dropout
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        return self.place(self.tokens(tokens_BT), positions_BT)
+    def forward(
+        self, tokens_BT: Tensor, positions_BT: Tensor, *, time_mesh: DeviceMesh | None = None
+    ) -> Tensor:
+        vectors_BTD = self.tokens(tokens_BT, time_mesh)
+        return self.place(vectors_BTD, positions_BT, context=spread_over(time_mesh))
 
     def place(
         self, vectors_BTD: Tensor, positions_BT: Tensor, *, context: BlockContext = NOTHING_KNOWN
@@ -67,14 +85,19 @@ class InputEmbedding(nn.Module):
         """The first layer's input from token vectors that were made elsewhere.
 
         Args:
-            context: says where multiway layers split the sequence.
+            vectors_BTD: of all tokens, or of this rank's.
+            positions_BT: of all tokens.
+            context: says where multiway layers split the sequence, and whether tokens are spread.
         """
         x_BTD = self.scale * vectors_BTD if self.scale != 1.0 else vectors_BTD
         if self.positions is not None:
-            x_BTD = x_BTD + route(self.positions, positions_BT, context).to(x_BTD.dtype)
+            places_BTD = route(self.positions, positions_BT, context).to(x_BTD.dtype)
+            x_BTD = x_BTD + scatter_to_sequence(places_BTD, context.time_mesh)
         if self.norm is not None:
-            x_BTD = route(self.norm, x_BTD, context)
-        return dropout(x_BTD, self.dropout, training=self.training)
+            x_BTD = normed(self.norm, x_BTD, context)
+        return dropout(
+            x_BTD, self.dropout, training=self.training, mesh=context.time_mesh, dim=TIME
+        )
 
     def num_positions(self) -> int | None:
         """Positions that the table of positions has; None for no limit."""

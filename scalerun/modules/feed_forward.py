@@ -5,9 +5,9 @@ B batch, T time, D model width, F inner width.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -15,7 +15,13 @@ from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.block_context import BlockContext
 from scalerun.modules.drop_path import dropout
 from scalerun.modules.init import LinearInit
-from scalerun.modules.linear import Linear
+from scalerun.modules.megatron.layers import ColumnParallelLinear, RowParallelLinear
+from scalerun.modules.megatron.mappings import enter
+from scalerun.modules.norm import normed_inside
+from scalerun.modules.per_token import PerToken
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 Activation = Callable[[Tensor], Tensor]
 """Elementwise. torch's kernels compute half-precision input in float32 and round the result."""
@@ -30,20 +36,6 @@ class FeedForwardInit:
     gate: LinearInit
 
 
-class PerToken(nn.Module, ABC):
-    """Computes on each token alone: (B, T, D) -> (B, T, D) and an auxiliary report or None."""
-
-    has_auxiliary_loss: bool | None = None
-    """Whether it reports one; None where that is not known before it computes."""
-
-    @abstractmethod
-    def forward(self, x_BTD: Tensor, context: BlockContext) -> tuple[Tensor, Auxiliary | None]: ...
-
-    @abstractmethod
-    def num_active_weights(self) -> int:
-        """Weights that one token is multiplied with; no biases, no norms."""
-
-
 class FeedForward(PerToken):
     """``fc2(norm(activation(fc1(x))))`` with biases; the norm belongs to SubLN (arXiv:2210.06423).
 
@@ -53,7 +45,8 @@ class FeedForward(PerToken):
         init: how the matrices start.
         activation: applied after ``fc1``.
         activation_dropout: rate of activations set to 0 in training.
-        inner_norm: norm over the F activations, or None.
+        inner_norm: norm over the F activations, or None; spread as they are.
+        tp_mesh: axis that the F activations are spread over, or None.
     """
 
     has_auxiliary_loss = False
@@ -67,20 +60,25 @@ class FeedForward(PerToken):
         activation: Activation,
         activation_dropout: float = 0.0,
         inner_norm: nn.Module | None = None,
+        tp_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         self.activation = activation
         self.activation_dropout = activation_dropout
-        self.fc1 = Linear(dim, ffn_dim, init=init.fc1)
+        self.tp_mesh = tp_mesh
+        self.fc1 = ColumnParallelLinear(
+            dim, ffn_dim, init=init.fc1, tp_mesh=tp_mesh, copy_input=False
+        )
         self.inner_norm = inner_norm
-        self.fc2 = Linear(ffn_dim, dim, init=init.fc2)
+        self.fc2 = RowParallelLinear(ffn_dim, dim, init=init.fc2, tp_mesh=tp_mesh)
 
     def forward(self, x_BTD: Tensor, context: BlockContext) -> tuple[Tensor, Auxiliary | None]:
+        x_BTD = enter(x_BTD, self.tp_mesh, context.time_mesh)
         h_BTF = self.activation(self.fc1(x_BTD))
-        h_BTF = dropout(h_BTF, self.activation_dropout, training=self.training)
+        h_BTF = dropout(h_BTF, self.activation_dropout, training=self.training, mesh=self.tp_mesh)
         if self.inner_norm is not None:
-            h_BTF = self.inner_norm(h_BTF)
-        return self.fc2(h_BTF), None
+            h_BTF = normed_inside(self.inner_norm, h_BTF, self.tp_mesh, context)
+        return self.fc2(h_BTF, context.time_mesh), None
 
     def num_active_weights(self) -> int:
         return self.fc1.weight.numel() + self.fc2.weight.numel()
@@ -104,21 +102,28 @@ class GLU(PerToken):
         activation: Activation,
         activation_dropout: float = 0.0,
         inner_norm: nn.Module | None = None,
+        tp_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         self.activation = activation
         self.activation_dropout = activation_dropout
-        self.fc1 = Linear(dim, ffn_dim, init=init.fc1, bias=False)
-        self.gate = Linear(dim, ffn_dim, init=init.gate, bias=False)
+        self.tp_mesh = tp_mesh
+        self.fc1, self.gate = (
+            ColumnParallelLinear(
+                dim, ffn_dim, init=start, bias=False, tp_mesh=tp_mesh, copy_input=False
+            )
+            for start in (init.fc1, init.gate)
+        )
         self.inner_norm = inner_norm
-        self.fc2 = Linear(ffn_dim, dim, init=init.fc2, bias=False)
+        self.fc2 = RowParallelLinear(ffn_dim, dim, init=init.fc2, bias=False, tp_mesh=tp_mesh)
 
     def forward(self, x_BTD: Tensor, context: BlockContext) -> tuple[Tensor, Auxiliary | None]:
+        x_BTD = enter(x_BTD, self.tp_mesh, context.time_mesh)
         h_BTF = self.activation(self.fc1(x_BTD)) * self.gate(x_BTD)
-        h_BTF = dropout(h_BTF, self.activation_dropout, training=self.training)
+        h_BTF = dropout(h_BTF, self.activation_dropout, training=self.training, mesh=self.tp_mesh)
         if self.inner_norm is not None:
-            h_BTF = self.inner_norm(h_BTF)
-        return self.fc2(h_BTF), None
+            h_BTF = normed_inside(self.inner_norm, h_BTF, self.tp_mesh, context)
+        return self.fc2(h_BTF, context.time_mesh), None
 
     def num_active_weights(self) -> int:
         return 3 * self.fc1.weight.numel()

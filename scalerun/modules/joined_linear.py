@@ -12,6 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from scalerun.modules.linear import Linear
+from scalerun.modules.megatron.layers import ColumnParallelLinear
+
+PLAIN = (Linear, ColumnParallelLinear)
+"""Layers that are a product; on a tensor axis their parameters have no plain memory."""
 
 
 @torch.no_grad()
@@ -45,7 +49,7 @@ def joined(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor] | None:
 def _parameters(layers: Sequence[nn.Module]) -> list[list[Tensor]]:
     """The weights and the biases; nothing unless all layers are plain, with memory of their own."""
     # A subclass, or what a library puts in a layer's place, may compute something else.
-    if any(type(layer) is not Linear or layer.bias is None for layer in layers):
+    if any(type(layer) not in PLAIN or layer.bias is None for layer in layers):
         return []
     found = [[getattr(layer, name) for layer in layers] for name in ("weight", "bias")]
     every = [parameter for parameters in found for parameter in parameters]

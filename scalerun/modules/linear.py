@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 
 from scalerun.modules.init import Initializer, LinearInit
 
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
+
 
 class Linear(nn.Linear):
     """``x W^T + b`` with ``W`` of shape (out, in). Weights are unset until they are initialised."""
+
+    tp_mesh: DeviceMesh | None = None
+    """Axis that shares its weights."""
 
     def __init__(
         self, in_features: int, out_features: int, *, init: LinearInit, bias: bool = True

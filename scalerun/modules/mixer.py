@@ -6,11 +6,15 @@ B batch, T new tokens, S keys (cached and new), H heads, D model width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from scalerun.modules.block_context import BlockContext
 from scalerun.modules.incremental_state import LayerState
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 
 class Mixer(nn.Module, ABC):
@@ -21,6 +25,10 @@ class Mixer(nn.Module, ABC):
 
     A mixer that has a rule of its own says no, reads ``context.padding_BS`` and spares the model a
     tensor of T * S entries; masks of documents and relative biases are then refused."""
+
+    tp_mesh: DeviceMesh | None = None
+    """Axis that shares its heads. A mixer without one is whole on each rank of the axis, and is
+    handed all tokens."""
 
     @abstractmethod
     def forward(self, x_BTD: Tensor, context: BlockContext) -> Tensor: ...

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.block_context import BlockContext
-from scalerun.modules.feed_forward import PerToken
+from scalerun.modules.per_token import PerToken
 from scalerun.modules.positions.base_position import AbsolutePosition
 
 
@@ -29,6 +29,7 @@ class Multiway(nn.Module):
         super().__init__()
         self.A = a
         self.B = b
+        self.tp_mesh = getattr(a, "tp_mesh", None)
 
     def forward(self, x_BT: Tensor, split: int | None) -> Tensor:
         """Both halves' outputs, joined.

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from scalerun.modules.block_context import BlockContext
 from scalerun.modules.drop_path import drop_path, dropout
-from scalerun.modules.multiway import route
+from scalerun.modules.megatron.mappings import TIME
+from scalerun.modules.norm import normed
 
 
 class Residual(nn.Module, ABC):
@@ -47,9 +48,11 @@ class Residual(nn.Module, ABC):
     def after(self, x_BTD: Tensor, y_BTD: Tensor, context: BlockContext) -> Tensor:
         """The new stream, from the old one and the branch's output."""
 
-    def add(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+    def add(self, x_BTD: Tensor, y_BTD: Tensor, context: BlockContext) -> Tensor:
         """``alpha * x + y``, with what regularises y in training."""
-        y_BTD = dropout(y_BTD, self.dropout, training=self.training)
+        y_BTD = dropout(
+            y_BTD, self.dropout, training=self.training, mesh=context.time_mesh, dim=TIME
+        )
         y_BTD = drop_path(y_BTD, self.drop_path, training=self.training)
         return (x_BTD if self.alpha == 1.0 else self.alpha * x_BTD) + y_BTD
 
@@ -58,10 +61,10 @@ class PreNorm(Residual):
     """``alpha * x + branch(norm(x))``; alpha is 1 except in some models of TorchScale."""
 
     def before(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
-        return route(self.norm, x_BTD, context)
+        return normed(self.norm, x_BTD, context)
 
     def after(self, x_BTD: Tensor, y_BTD: Tensor, context: BlockContext) -> Tensor:
-        return self.add(x_BTD, y_BTD)
+        return self.add(x_BTD, y_BTD, context)
 
 
 class PostNorm(Residual):
@@ -71,7 +74,7 @@ class PostNorm(Residual):
         return x_BTD
 
     def after(self, x_BTD: Tensor, y_BTD: Tensor, context: BlockContext) -> Tensor:
-        return route(self.norm, self.add(x_BTD, y_BTD), context)
+        return normed(self.norm, self.add(x_BTD, y_BTD, context), context)
 
 
 class DeepNorm(PostNorm):

@@ -17,6 +17,8 @@ queries and keys, V width of its values.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +27,15 @@ from torch import Tensor
 from scalerun.modules.block_context import BlockContext
 from scalerun.modules.incremental_state import LayerState
 from scalerun.modules.init import LinearInit
-from scalerun.modules.linear import Linear
+from scalerun.modules.megatron.heads import own_heads
+from scalerun.modules.megatron.layers import ColumnParallelLinear, RowParallelLinear
+from scalerun.modules.megatron.mappings import enter
 from scalerun.modules.mixer import Mixer
 from scalerun.modules.retention_chunk import Chunk
 from scalerun.modules.retention_decay import Decay, RetentionTables, retention_tables
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 NORM_EPS_MODES = ("scale_free", "torchscale", "torchscale_0.3.0")
 """What the head norm's eps is measured against; see :class:`Retention`."""
@@ -86,6 +93,7 @@ class Retention(Mixer):
         norm_eps: eps of the head norm.
         norm_eps_mode: one of ``NORM_EPS_MODES``.
         chunk_size: C; None for the parallel form, whose time and memory grow with T squared.
+        tp_mesh: axis that the heads are spread over, or None.
     """
 
     reads_bias = False
@@ -100,6 +108,7 @@ class Retention(Mixer):
         norm_eps: float = 1e-6,
         norm_eps_mode: str = "scale_free",
         chunk_size: int | None = None,
+        tp_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         if dim % (2 * num_heads):
@@ -111,20 +120,24 @@ class Retention(Mixer):
         self.dim = dim
         self.value_dim = value_dim
         self.num_heads = num_heads
+        self.heads_here = own_heads(num_heads, tp_mesh)
+        self.tp_mesh = tp_mesh
         self.norm_eps = norm_eps
         self.norm_eps_mode = norm_eps_mode
         self.chunk_size = chunk_size
-        self.q_proj = Linear(dim, dim, init=init.q, bias=False)
-        self.k_proj = Linear(dim, dim, init=init.k, bias=False)
-        self.v_proj = Linear(dim, value_dim, init=init.v, bias=False)
-        self.g_proj = Linear(dim, value_dim, init=init.g, bias=False)
-        self.out_proj = Linear(value_dim, dim, init=init.out, bias=False)
+        columns = partial(ColumnParallelLinear, dim, bias=False, tp_mesh=tp_mesh, copy_input=False)
+        self.q_proj = columns(dim, init=init.q)
+        self.k_proj = columns(dim, init=init.k)
+        self.v_proj = columns(value_dim, init=init.v)
+        self.g_proj = columns(value_dim, init=init.g)
+        self.out_proj = RowParallelLinear(
+            value_dim, dim, init=init.out, bias=False, tp_mesh=tp_mesh
+        )
 
     def forward(self, x_BTD: Tensor, context: BlockContext) -> Tensor:
-        layers = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (
-            layer(x_BTD).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for layer in layers
-        )
+        x_BTD = enter(x_BTD, self.tp_mesh, context.time_mesh)
+        layers, split = (self.q_proj, self.k_proj, self.v_proj), (self.heads_here.count, -1)
+        q, k, v = (layer(x_BTD).unflatten(2, split).transpose(1, 2) for layer in layers)
         tables = context.rotation
         if not isinstance(tables, RetentionTables):
             tables = self.tables(context, x_BTD.shape[1], q.dtype)
@@ -134,7 +147,8 @@ class Retention(Mixer):
         q, k = tables(q, k)
         o_BHTV = self.retain(q, k, v, tables, context.state)
         o_BHTV = F.rms_norm(o_BHTV, o_BHTV.shape[-1:], None, self.norm_eps).to(v.dtype)
-        return self.out_proj(F.silu(self.g_proj(x_BTD)) * o_BHTV.transpose(1, 2).flatten(2))
+        y_BTD = F.silu(self.g_proj(x_BTD)) * o_BHTV.transpose(1, 2).flatten(2)
+        return self.out_proj(y_BTD, context.time_mesh)
 
     def tables(self, context: BlockContext, num_tokens: int, dtype: torch.dtype) -> RetentionTables:
         """The tables of the new tokens, which layers of the same settings can share.
@@ -152,6 +166,7 @@ class Retention(Mixer):
             head_dim=self.dim // self.num_heads,
             chunk_size=self.chunk_size,
             dtype=dtype,
+            own=self.heads_here.own,
         )
 
     def retain(

@@ -119,21 +119,23 @@ def retention_tables(
     head_dim: int,
     chunk_size: int | None,
     dtype: torch.dtype,
+    own: slice = slice(None),
 ) -> RetentionTables:
     """Tables for new tokens that stand at these positions.
 
     Args:
         positions_BT: as in :class:`Decay`.
         padding_BT: which tokens are padding, or None if none is.
-        num_heads: H.
+        num_heads: all heads of a layer.
         head_dim: K.
         chunk_size: C; None for one chunk.
         dtype: what the model computes in.
+        own: the H heads among them that the tables are for.
     """
     device, num_tokens = positions_BT.device, positions_BT.shape[1]
     angle = positions_BT.float()[:, None, :, None] * angles(head_dim, device)
     turn = torch.stack((angle.cos(), angle.sin()), dim=-1)
-    log_H1 = log_decays(num_heads, device).to(table_dtype(dtype))[:, None]
+    log_H1 = log_decays(num_heads, device)[own].to(table_dtype(dtype))[:, None]
     size = chunk_size or num_tokens
     chunks: list[Decay] = []
     within: list[Tensor] = []

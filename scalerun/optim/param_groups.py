@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -57,6 +57,19 @@ def build_param_groups(
         group["params"].append(param)
         group["names"].append(name)
     return list(groups.values())
+
+
+def freeze(named_params: Iterable[tuple[str, nn.Parameter]], patterns: Sequence[str]) -> None:
+    """Take parameters out of training whose name matches a pattern.
+
+    Raises:
+        ConfigError: a pattern matches no parameter.
+    """
+    params = dict(named_params)
+    _check_patterns("--freeze-params", patterns, params)
+    for name, param in params.items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            param.requires_grad_(False)
 
 
 def _check_patterns(flag: str, patterns: Sequence[str], names: Mapping[str, nn.Parameter]) -> None:

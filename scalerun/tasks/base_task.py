@@ -108,6 +108,7 @@ class BaseTask(ABC):
         Raises:
             ConfigError: the model cannot do this task.
         """
+        self.check_meshes(meshes)
         model = build_model(
             model_cfg,
             vocab_size=len(self.dictionary),
@@ -119,6 +120,22 @@ class BaseTask(ABC):
         )
         self.check_model(model, model_cfg)
         return model
+
+    def check_meshes(self, meshes: ModelMeshes) -> None:
+        """Refuse sequences that ``--sequence-parallel`` could not spread.
+
+        Raises:
+            ConfigError: the tensor axis does not divide their length.
+        """
+        if meshes.tensor is None or not meshes.sequence_parallel:
+            return
+        ranks = meshes.tensor.size()
+        if self.sequence_length % ranks:
+            raise ConfigError(
+                f"--sequence-parallel cannot spread --tokens-per-sample {self.sequence_length} "
+                f"equally over --model-parallel-size {ranks} ranks; choose a multiple of {ranks}, "
+                "or leave it out"
+            )
 
     def check_model(self, model: BaseModel, model_cfg: ScalerunDataclass) -> None:
         """Refuse a model that cannot do this task.

@@ -6,21 +6,22 @@ E experts, R rows of tokens sorted by expert, D model width, F inner width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scalerun.distributed.sharding import empty_parameter
+from scalerun.distributed.sharding import empty_parameter, part_of
 from scalerun.modules.drop_path import dropout
 from scalerun.modules.feed_forward import Activation, FeedForwardInit
 from scalerun.modules.init import Initializer, ones, zeros
+from scalerun.modules.megatron.mappings import copy_to, reduce_from
+from scalerun.modules.megatron.normalize import normalize_spread
 from scalerun.modules.moe.dispatch import Dispatch, has_grouped_products
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
 EXPERTS = "experts"
 """Every parameter of an expert lies below a module of this name, and no other parameter does."""
@@ -39,14 +40,32 @@ class ExpertPlacement:
     """E, on all ranks together."""
     mesh: DeviceMesh | None = None
     """Ranks that each hold an equal number of neighbours; None where this rank holds all."""
+    tp_mesh: DeviceMesh | None = None
+    """Ranks that each have an equal part of every expert's F activations; None for all of them."""
+    both_axes: DeviceMesh | None = None
+    """(mesh, tp_mesh); needed where there are both."""
 
-    def parameter(self, *shape: int) -> nn.Parameter:
-        """An unset parameter: a stack of one such tensor for each expert."""
-        return empty_parameter((self.num_experts, *shape), mesh=self.mesh)
+    def parameter(self, *shape: int, cut: int | None = None) -> nn.Parameter:
+        """An unset parameter: a stack of one such tensor for each expert.
 
-    def held(self, parameter: nn.Parameter) -> Tensor:
-        """The part of a stack that is on this rank."""
-        return parameter if self.mesh is None else cast("DTensor", parameter).to_local()
+        Args:
+            cut: the dimension of the stack that F is, if any.
+        """
+        whole = (self.num_experts, *shape)
+        if cut is None or self.tp_mesh is None:
+            return empty_parameter(whole, mesh=self.mesh)
+        if self.both_axes is not None:
+            return empty_parameter(whole, mesh=self.both_axes, dim=(0, cut))
+        assert self.mesh is None
+        return empty_parameter(whole, mesh=self.tp_mesh, dim=cut)
+
+    def held(self, parameter: nn.Parameter, *, cut: bool = True) -> Tensor:
+        """The part of a stack that is on this rank.
+
+        Args:
+            cut: one of the stack's dimensions is F.
+        """
+        return part_of(parameter, self.tp_mesh if cut and self.tp_mesh is not None else self.mesh)
 
 
 class StackedNorm(nn.Module):
@@ -64,20 +83,29 @@ class StackedNorm(nn.Module):
         self.placement = placement
         self.dim = dim
         self.eps = eps
-        self.weight = placement.parameter(dim)
-        self.bias = None if rms else placement.parameter(dim)
+        self.weight = placement.parameter(dim, cut=1)
+        self.bias = None if rms else placement.parameter(dim, cut=1)
 
     def initializers(self) -> dict[str, Initializer]:
         return {"weight": ones} if self.bias is None else {"weight": ones, "bias": zeros}
 
     def forward(self, h_RF: Tensor, dispatch: Dispatch) -> Tensor:
         weight_RF = dispatch.spread(self.placement.held(self.weight).to(h_RF.dtype))
+        normed_RF = self.normalized(h_RF)
         if self.bias is None:
-            wide_RF = h_RF if h_RF.dtype == torch.float64 else h_RF.float()
-            return F.rms_norm(wide_RF, (self.dim,), None, self.eps).to(h_RF.dtype) * weight_RF
-        normed_RF = F.layer_norm(h_RF, (self.dim,), None, None, self.eps)
+            return normed_RF * weight_RF
         bias_RF = dispatch.spread(self.placement.held(self.bias).to(h_RF.dtype))
         return torch.addcmul(bias_RF, normed_RF, weight_RF)
+
+    def normalized(self, h_RF: Tensor) -> Tensor:
+        """Without gains, over all features, whatever ranks they are on."""
+        center, mesh = self.bias is not None, self.placement.tp_mesh
+        if mesh is not None:
+            return normalize_spread(h_RF, mesh, eps=self.eps, center=center).to(h_RF.dtype)
+        if center:
+            return F.layer_norm(h_RF, (self.dim,), None, None, self.eps)
+        wide_RF = h_RF if h_RF.dtype == torch.float64 else h_RF.float()
+        return F.rms_norm(wide_RF, (self.dim,), None, self.eps).to(h_RF.dtype)
 
 
 class Experts(nn.Module):
@@ -114,10 +142,10 @@ class Experts(nn.Module):
         self.activation = activation
         self.activation_dropout = activation_dropout
         self.dropout = dropout
-        self.fc1_weight = placement.parameter(ffn_dim, dim)
-        self.fc1_bias = placement.parameter(ffn_dim)
+        self.fc1_weight = placement.parameter(ffn_dim, dim, cut=1)
+        self.fc1_bias = placement.parameter(ffn_dim, cut=1)
         self.inner_norm = inner_norm
-        self.fc2_weight = placement.parameter(dim, ffn_dim)
+        self.fc2_weight = placement.parameter(dim, ffn_dim, cut=2)
         self.fc2_bias = placement.parameter(dim)
 
     def initializers(self) -> dict[str, Initializer]:
@@ -130,18 +158,19 @@ class Experts(nn.Module):
 
     def forward(self, x_RD: Tensor, dispatch: Dispatch) -> Tensor:
         """(R, D) from (R, D), rows of the experts that this rank holds."""
-        held = self.placement.held
-        h_RF = dispatch.multiply(x_RD, held(self.fc1_weight))
+        held, tp_mesh = self.placement.held, self.placement.tp_mesh
+        h_RF = dispatch.multiply(copy_to(x_RD, tp_mesh), held(self.fc1_weight))
         h_RF = self.activation(dispatch.add(h_RF, held(self.fc1_bias)))
-        h_RF = dropout(h_RF, self.activation_dropout, training=self.training)
+        h_RF = dropout(h_RF, self.activation_dropout, training=self.training, mesh=tp_mesh)
         if self.inner_norm is not None:
             h_RF = self.inner_norm(h_RF, dispatch)
-        y_RD = dispatch.add(dispatch.multiply(h_RF, held(self.fc2_weight)), held(self.fc2_bias))
+        y_RD = reduce_from(dispatch.multiply(h_RF, held(self.fc2_weight)), tp_mesh)
+        y_RD = dispatch.add(y_RD, held(self.fc2_bias, cut=False))
         return dropout(y_RD, self.dropout, training=self.training)
 
     def has_grouped_products(self, x_SD: Tensor) -> bool:
         """Whether rows of such tokens can be multiplied group by group."""
-        return has_grouped_products(x_SD, *self.fc1_weight.shape[1:])
+        return has_grouped_products(x_SD, *self.placement.held(self.fc1_weight).shape[1:])
 
     def weights_per_expert(self) -> int:
         """Weights that a row is multiplied with."""

@@ -60,7 +60,7 @@ class LinearGate(Gate):
         return {"weight": self.init}
 
     def forward(self, x_SD: Tensor) -> Tensor:
-        return F.linear(x_SD, self.weight)
+        return F.linear(x_SD, self.weight.to(x_SD.dtype))
 
 
 class XMoEGate(Gate, Constrained):
@@ -87,9 +87,9 @@ class XMoEGate(Gate, Constrained):
         return {"reduction": self.init, "expert_rows": orthogonal(XMOE_GAIN)}
 
     def forward(self, x_SD: Tensor) -> Tensor:
-        reduced_SR = F.linear(x_SD, self.reduction)
-        norm_E1 = self.expert_rows.norm(dim=-1, keepdim=True).clamp(min=SMALLEST_NORM)
-        rows_ER = self.expert_rows / norm_E1
+        reduced_SR = F.linear(x_SD, self.reduction.to(x_SD.dtype))
+        rows_ER = self.expert_rows.to(x_SD.dtype)
+        rows_ER = rows_ER / rows_ER.norm(dim=-1, keepdim=True).clamp(min=SMALLEST_NORM)
         return F.linear(reduced_SR, rows_ER)
 
     @torch.no_grad()
@@ -128,9 +128,12 @@ class CosineGate(Gate):
         }
 
     def forward(self, x_SD: Tensor) -> Tensor:
-        reduced_SR = F.normalize(F.linear(x_SD, self.reduction), dim=-1, eps=SMALLEST_NORM)
-        rows_ER = F.normalize(self.expert_rows, dim=-1, eps=SMALLEST_NORM)
-        return F.linear(reduced_SR, rows_ER) * torch.exp(-self.log_temperature)
+        reduced_SR = F.linear(x_SD, self.reduction.to(x_SD.dtype))
+        cosines_SE = F.linear(
+            F.normalize(reduced_SR, dim=-1, eps=SMALLEST_NORM),
+            F.normalize(self.expert_rows.to(x_SD.dtype), dim=-1, eps=SMALLEST_NORM),
+        )
+        return cosines_SE * torch.exp(-self.log_temperature)
 
 
 GATES: dict[str, type[LinearGate] | type[XMoEGate] | type[CosineGate]] = {

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.block_context import BlockContext
-from scalerun.modules.feed_forward import PerToken
 from scalerun.modules.moe.dispatch import Dispatch, make_dispatch
 from scalerun.modules.moe.expert_parallel import make_exchange
 from scalerun.modules.moe.experts import Experts
 from scalerun.modules.moe.router import Choices, Router
+from scalerun.modules.per_token import PerToken
 
 
 class MoELayer(PerToken):

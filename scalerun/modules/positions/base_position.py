@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,9 @@ class BasePosition(nn.Module):
     Only differences of positions matter, so positions count real tokens of the whole sequence;
     restarting them at documents changes nothing inside a document.
     """
+
+    tp_mesh: DeviceMesh | None = None
+    """Axis that the heads of :meth:`bias` are spread over."""
 
     def rotation(self, positions_BT: Tensor, *, center: int) -> Rotation | None:
         """Tables for queries and keys that stand at ``positions_BT``.

@@ -6,13 +6,18 @@ B batch (or 1), T queries, S keys, H heads.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from scalerun.distributed.sharding import empty_parameter, part_of
 from scalerun.modules.init import Initializer
 from scalerun.modules.positions.base_position import BasePosition
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 
 def bucket_of_distance(
@@ -41,7 +46,7 @@ class RelativeBias(BasePosition):
     """One table (buckets, heads) for all layers, looked up by the distance from query to key.
 
     TorchScale's tables are bidirectional in causal decoders too, where half of the rows are never
-    used; ``bidirectional=False`` is the T5 form.
+    used; ``bidirectional=False`` is the T5 form. With ``tp_mesh`` H is this rank's share of heads.
     """
 
     def __init__(
@@ -52,13 +57,15 @@ class RelativeBias(BasePosition):
         num_heads: int,
         init: Initializer,
         bidirectional: bool = True,
+        tp_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         self.num_buckets = num_buckets
         self.max_distance = max_distance
         self.bidirectional = bidirectional
         self.init = init
-        self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
+        self.tp_mesh = tp_mesh
+        self.weight = empty_parameter((num_buckets, num_heads), mesh=tp_mesh, dim=1)
 
     def initializers(self) -> dict[str, Initializer]:
         return {"weight": self.init}
@@ -70,4 +77,5 @@ class RelativeBias(BasePosition):
             max_distance=self.max_distance,
             bidirectional=self.bidirectional,
         )
-        return F.embedding(buckets_BTS, self.weight).permute(0, 3, 1, 2)
+        weight = part_of(self.weight, self.tp_mesh)
+        return F.embedding(buckets_BTS, weight).permute(0, 3, 1, 2)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from scalerun.criterions import row_blocks as module
-from scalerun.criterions.row_blocks import row_blocks
+from scalerun.modules import row_blocks as module
+from scalerun.modules.row_blocks import row_blocks
 
 
 @pytest.mark.parametrize("elements", [1, 11, 40, 10**6])
