@@ -63,12 +63,14 @@ def test_a_signal_stops_all_ranks_and_the_run_goes_on(start, run, corpus, tiny, 
     assert seen == list(range(1, last + 1))
 
 
-def test_ranks_do_not_outlive_the_command(start, corpus, tiny, tmp_path):
+def test_ranks_do_not_outlive_the_command_and_it_goes_on(start, run, corpus, tiny, tmp_path):
     command = start("train", corpus, *tiny, *TWO, *ENDLESS)
     wait_for(lambda: has_trained(tmp_path / "run"), "training")
     ranks = children(command.pid)
     assert len(ranks) == 2
     command.kill()
+    again = run("train", corpus, *tiny, *TWO, *ENDLESS, "--max-update", "3")
+    assert again.code == 0, again.stderr
     wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), "end of the ranks")
 
 

@@ -3,15 +3,15 @@
 import os
 import random
 import re
-import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
-from cpu_tests.faults.test_one_rank_of_a_run import FAULTY
 from cpu_tests.processes import children, digest, lost_updates, series
 
+PLUGIN = Path(__file__).with_name("plugin")
 KILLS = 20
 LAST = 3 * KILLS
 MOMENTS = ("training", "training", "a save", "a validation")
@@ -20,10 +20,8 @@ MOMENTS = ("training", "training", "a save", "a validation")
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_20_killed_ranks_change_no_bit(start, run, corpus, tiny, tmp_path):
-    (tmp_path / "plugin").mkdir()
-    shutil.copy(FAULTY, tmp_path / "plugin")
     words = [
-        *tiny, "--distributed-world-size", "2", "--user-dir", "plugin", "--criterion", "faulty",
+        *tiny, "--distributed-world-size", "2", "--user-dir", PLUGIN, "--criterion", "faulty",
         "--save-interval-updates", "3", "--validate-interval-updates", "4", "--max-update",
         str(LAST), "--keep-last-updates", "3", "--no-epoch-checkpoints",
     ]  # fmt: skip

@@ -1,7 +1,6 @@
 """A run of two ranks of which one has a full disk, a NaN, or takes its time."""
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,25 +9,23 @@ from cpu_tests.processes import digest, series
 
 SAMPLE = 21
 """A sequence of the third update."""
-FAULTY = Path(__file__).with_name("faulty_criterion.py")
+PLUGIN = Path(__file__).with_name("plugin")
+OWN = [
+    "--distributed-world-size", "2", "--user-dir", str(PLUGIN), "--criterion", "faulty",
+    "--fault-sample", str(SAMPLE), "--max-update", "6", "--save-interval-updates", "2",
+    "--no-epoch-checkpoints",
+]  # fmt: skip
 
 
 @pytest.fixture
-def words(tiny, tmp_path):
-    (tmp_path / "plugin").mkdir()
-    shutil.copy(FAULTY, tmp_path / "plugin")
-    return [
-        *tiny, "--distributed-world-size", "2", "--user-dir", tmp_path / "plugin", "--criterion",
-        "faulty", "--fault-sample", str(SAMPLE), "--max-update", "6", "--save-interval-updates",
-        "2", "--save-dir", "run", "--no-epoch-checkpoints",
-    ]  # fmt: skip
+def words(tiny):
+    return [*tiny, *OWN, "--save-dir", "run"]
 
 
-@pytest.fixture
-def straight(run, corpus, words, tmp_path):
-    command = run("train", corpus, *words, "--save-dir", "straight")
-    assert command.code == 0, command.stderr
-    return tmp_path / "straight"
+@pytest.fixture(scope="module")
+def straight(undisturbed):
+    """The folder of the run without a fault."""
+    return undisturbed("straight", OWN)
 
 
 def kept(save_dir):
