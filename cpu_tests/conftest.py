@@ -180,14 +180,14 @@ def tiny():
 
 
 def records(save_dir, kind, **wanted):
-    """Records of ``metrics.jsonl`` of one kind."""
+    """Records of ``metrics.jsonl`` of one kind, or with None of all."""
     text = (Path(save_dir) / "metrics.jsonl").read_text(encoding="utf-8")
     # A running command may be in the middle of its last line.
     found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [
         r
         for r in found
-        if r["kind"] == kind and all(r.get(key) == value for key, value in wanted.items())
+        if kind in (None, r["kind"]) and all(r.get(key) == value for key, value in wanted.items())
     ]
 
 

@@ -56,8 +56,13 @@ SMALL = {
 }  # fmt: skip
 """What is added to a command of the documentation, so that it takes no time."""
 
-FOREIGN_FLAGS = {"--editable", "--qk-norm-eps"}
-"""Of pip, and of the example architecture."""
+PARSE = "--print-config"
+
+FOREIGN_FLAGS = {
+    "--editable", "--qk-norm-eps", "--standalone", "--nproc-per-node", "--max-restarts", "--nnodes",
+    "--rdzv-backend", "--rdzv-endpoint", "--nodes", "--ntasks-per-node", "--kill-on-bad-exit",
+}  # fmt: skip
+"""Of pip, the example architecture, torchrun and srun."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,8 @@ class Shell:
             known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
             names = [name for each in extras for name in each.split(",")]
             assert set(names) <= set(known["optional-dependencies"])
+        elif words[0] in ("torchrun", "srun"):
+            self.scalerun("train", [*words[words.index("scalerun.cli.train") + 1 :], PARSE], "")
         elif words[0] == ".ci/run":
             assert (ROOT / words[0]).stat().st_mode & stat.S_IXUSR
         else:

@@ -4,39 +4,14 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
+from cpu_tests.processes import children, has_trained, wait_for
+
 TWO = ("--distributed-world-size", "2")
 ENDLESS = ("--max-update", "100000", "--save-dir", "run", "--no-epoch-checkpoints")
-
-
-def children(pid):
-    """Processes that a process has started."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid:
-                found.append(int(entry.name))
-    return sorted(found)
-
-
-def wait_for(condition, what, seconds=90):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"no {what}"
-        time.sleep(0.05)
-
-
-def has_trained(save_dir, updates=2):
-    path = save_dir / "metrics.jsonl"
-    return path.exists() and path.read_text().count("gnorm") >= updates
 
 
 def test_two_ranks_train_as_one_process_does(run, corpus, tiny, tmp_path, records):
@@ -88,12 +63,14 @@ def test_a_signal_stops_all_ranks_and_the_run_goes_on(start, run, corpus, tiny, 
     assert seen == list(range(1, last + 1))
 
 
-def test_ranks_do_not_outlive_the_command(start, corpus, tiny, tmp_path):
+def test_ranks_do_not_outlive_the_command_and_it_goes_on(start, run, corpus, tiny, tmp_path):
     command = start("train", corpus, *tiny, *TWO, *ENDLESS)
     wait_for(lambda: has_trained(tmp_path / "run"), "training")
     ranks = children(command.pid)
     assert len(ranks) == 2
     command.kill()
+    again = run("train", corpus, *tiny, *TWO, *ENDLESS, "--max-update", "3")
+    assert again.code == 0, again.stderr
     wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), "end of the ranks")
 
 

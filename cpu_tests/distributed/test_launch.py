@@ -11,10 +11,11 @@ from scalerun.dataclass.errors import ConfigError
 from scalerun.distributed.launch import (
     choose_device,
     find_rendezvous,
+    interface_towards,
     refuse_unequal,
     seed_forward,
 )
-from scalerun.distributed.ranks import Control, Ranks
+from scalerun.distributed.ranks import Control
 
 TORCHRUN = {
     "RANK": "3",
@@ -76,6 +77,11 @@ def test_a_step_of_slurm_is_believed():
     assert find_rendezvous(DistributedConfig(distributed_port=4711), SLURM).port == 4711
 
 
+def test_the_device_that_leads_to_an_address_is_found():
+    assert interface_towards("127.0.0.1", 9) == "lo"
+    assert interface_towards("no-such-host.invalid", 9) is None
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
@@ -93,10 +99,10 @@ def test_what_contradicts_is_refused(environment, message):
 
 def test_unequal_flags_are_refused_by_name_on_every_rank():
     def work(rank):
-        ranks = Ranks(control=Control(rank, 2, torch.distributed.group.WORLD))
-        refuse_unequal({"optimization": {"lr": 0.1, "max_update": 3}}, ranks)
+        control = Control(rank, 2, torch.distributed.group.WORLD)
+        refuse_unequal({"optimization": {"lr": 0.1, "max_update": 3}}, control)
         with pytest.raises(ConfigError) as caught:
-            refuse_unequal({"optimization": {"lr": 0.1, "max_update": 3 + rank}}, ranks)
+            refuse_unequal({"optimization": {"lr": 0.1, "max_update": 3 + rank}}, control)
         return str(caught.value)
 
     first, second = run_world(2, work)

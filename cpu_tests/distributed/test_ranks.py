@@ -52,7 +52,12 @@ def test_ranks_agree():
             errors.append(str(caught.value))
         with pytest.raises(UserError) as caught:
             control.on_main(lambda: fail(f"rank {rank} has no disk"))
-        return found, [*errors, str(caught.value)]
+        errors.append(str(caught.value))
+        with pytest.raises(UserError) as caught:
+            control.together(lambda: (rank == 3 and fail("I am early")) or control.on_main(int))
+        errors.append(str(caught.value))
+        control.barrier()  # all are at the same place again
+        return found, errors
 
     results = run_world(4, work)
     for rank, (found, errors) in enumerate(results):
@@ -66,4 +71,4 @@ def test_ranks_agree():
             # One batch, whose sequences the pairs of neighbours share.
             "slices": (0, 1, rank // 2),
         }
-        assert errors == ["I am 1", "I am 0", "rank 0 has no disk"]
+        assert errors == ["I am 1", "I am 0", "rank 0 has no disk", "I am early"]

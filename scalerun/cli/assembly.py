@@ -14,7 +14,7 @@ from scalerun.cli.inference import ASSETS_FOLDER, CONFIG_FILE
 from scalerun.criterions.base_criterion import build_criterion
 from scalerun.data.loader import BatchLoader
 from scalerun.dataclass.configs import ScalerunConfig
-from scalerun.dataclass.errors import ConfigError
+from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.distributed.launch import choose_device
 from scalerun.distributed.parallelize import gradient_sum, parallelize
 from scalerun.distributed.precision import Precision, choose_precision
@@ -106,6 +106,27 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> Tr
     )
     describe(cfg, parts)
     return parts
+
+
+def refuse_other_data(parts: TrainerParts) -> None:
+    """Stop where a rank finds other data than rank 0; every rank calls it.
+
+    Raises:
+        UserError: names the rank and what differs.
+    """
+    sets = {"training": parts.loader.dataset}
+    for subset in parts.valid_subsets:
+        sets[subset] = parts.task.load_dataset(subset, training=False)
+    for name, dataset in sets.items():
+        own = {**dataset.ingredients, f"the {name} set": dataset.fingerprint}
+        first, *others = parts.ranks.control.gather(own)
+        for rank, other in enumerate(others, start=1):
+            for what, value in other.items():
+                if first.get(what) != value:
+                    raise UserError(
+                        f"{what} is not the same on all ranks (rank 0: {first.get(what)}, rank "
+                        f"{rank}: {value}); give every host the same files below DATA"
+                    )
 
 
 def prepare_model(model: BaseModel, cfg: ScalerunConfig, ranks: Ranks, dtype: torch.dtype) -> None:

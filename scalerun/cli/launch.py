@@ -18,9 +18,9 @@ from scalerun.distributed.launch import (
     choose_device,
     end_process,
     find_rendezvous,
+    first_line,
     join,
     leave,
-    refuse_unequal,
 )
 from scalerun.distributed.local_ranks import run_local_ranks
 from scalerun.distributed.mesh import parallel_dims
@@ -69,8 +69,7 @@ def on_every_rank(cfg: ScalerunConfig, work: Work) -> int:
 def as_rank(cfg: ScalerunConfig, place: Rendezvous, work: Work) -> int:
     """Meet the others, do the work, leave them."""
     device = choose_device(cpu=cfg.common.cpu, local_rank=place.local_rank)
-    ranks = join(place, cfg.distributed, device)
-    refuse_unequal(cfg.to_dict(), ranks)
+    ranks = join(place, cfg.distributed, device, settings=cfg.to_dict())
     try:
         code = work(ranks)
         leave(ranks)
@@ -89,8 +88,8 @@ def as_rank(cfg: ScalerunConfig, place: Rendezvous, work: Work) -> int:
 def describe_lost(collective: str, error: RuntimeError, ranks: Ranks) -> str:
     """What this rank waited for in vain, and how far the others were."""
     seen = ", ".join(f"rank {rank} in {at}" for rank, at in sorted(ranks.places().items()))
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return (
-        f"lost the other ranks in {collective} ({seen or 'nothing is known of any rank'}): {text}; "
-        "look at the ranks that are behind or gone, or raise --distributed-timeout-seconds"
+        f"lost the other ranks in {collective} ({seen or 'nothing is known of any rank'}): "
+        f"{first_line(error)}; look at the ranks that are behind or gone, or raise "
+        "--distributed-timeout-seconds"
     )

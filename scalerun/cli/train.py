@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(cfg: ScalerunConfig, words: list[str], ranks: Ranks) -> int:
     """One rank's part of the run."""
     # Only now, so that --help and a mistyped flag need not wait for torch's distributed packages.
-    from scalerun.cli.assembly import build_parts
+    from scalerun.cli.assembly import build_parts, refuse_other_data
     from scalerun.trainer import Trainer
 
     setup_logging(
@@ -45,6 +45,7 @@ def train(cfg: ScalerunConfig, words: list[str], ranks: Ranks) -> int:
     ):
         parts = ranks.control.together(lambda: build_parts(cfg, folder.path, ranks))
         with parts.sinks, parts.checkpoints:
+            refuse_other_data(parts)
             trainer = Trainer(cfg, parts, stop_signal)
             trainer.resume()
             # Not before: a command that is refused must not describe the run that is there.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import socket
+import struct
 import subprocess
 import sys
 import zlib
@@ -28,6 +32,9 @@ FLIGHT_RECORDER = {
 """NCCL then remembers its last collectives, and writes them to a file where one times out."""
 SLURM_PORTS = (20000, 10000)
 """First port, and number of ports, that jobs without ``--distributed-port`` are spread over."""
+
+_SIOCGIFADDR = 0x8915
+"""Linux's request for the address of a network device (netdevice(7))."""
 
 
 @dataclass(frozen=True)
@@ -117,16 +124,29 @@ def _first_host(nodes: str) -> str:
     return listed.split()[0]
 
 
-def join(rendezvous: Rendezvous, cfg: DistributedConfig, device: torch.device) -> Ranks:
+def join(
+    rendezvous: Rendezvous,
+    cfg: DistributedConfig,
+    device: torch.device,
+    *,
+    settings: Mapping[str, Any],
+) -> Ranks:
     """Meet the other processes; :func:`leave` them at the end.
 
+    Args:
+        settings: must be the same on every rank.
+
     Raises:
-        ConfigError: the degrees of parallelism do not fit the number of processes.
+        ConfigError: the degrees of parallelism do not fit the number of processes, or settings
+            differ.
         UserError: the others did not come.
     """
     parallel_dims(cfg, rendezvous.world_size)
     for name, value in FLIGHT_RECORDER.items():
         os.environ.setdefault(name, value)
+    interface = interface_towards(rendezvous.address, rendezvous.port)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     timeout = timedelta(seconds=cfg.distributed_timeout_seconds)
     rank, world_size = rendezvous.rank, rendezvous.world_size
     dist = torch.distributed
@@ -147,20 +167,56 @@ def join(rendezvous: Rendezvous, cfg: DistributedConfig, device: torch.device) -
             world_size=world_size,
             timeout=timeout,
         )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        return form_ranks(cfg, device.type, local_rank=rendezvous.local_rank, settings=settings)
+    except RuntimeError as error:  # the store's, and those of the connections between ranks
         raise UserError(
-            f"rank {rank} did not meet the other {world_size - 1} ranks at {rendezvous.address}:"
+            f"the other {world_size - 1} ranks could not be met at {rendezvous.address}:"
             f"{rendezvous.port} within {cfg.distributed_timeout_seconds} s; see that all were "
-            "started and reach that host, or raise --distributed-timeout-seconds"
+            "started and reach that host and each other, or raise --distributed-timeout-seconds "
+            f"({first_line(error)})"
         ) from error
-    return form_ranks(cfg, device.type, local_rank=rendezvous.local_rank)
 
 
-def form_ranks(cfg: DistributedConfig, device_type: str, *, local_rank: int) -> Ranks:
+def first_line(error: Exception) -> str:
+    """What an error says, without the stack that torch adds."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def interface_towards(address: str, port: int) -> str | None:
+    """The network device by which this host reaches an address; None where it cannot be told.
+
+    Gloo left alone takes the address of the host's own name. Where that is 127.0.1.1, as on many
+    installations, no other host can reach it.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, port))  # sends nothing
+            own = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # a device without an address
+                    answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                    if socket.inet_ntoa(answer[20:24]) == own:
+                        return name
+    except OSError:
+        pass
+    return None
+
+
+def form_ranks(
+    cfg: DistributedConfig,
+    device_type: str,
+    *,
+    local_rank: int,
+    settings: Mapping[str, Any] | None = None,
+) -> Ranks:
     """The axes and channels of a process group that is there; every process calls it.
 
+    Args:
+        settings: must be the same on every rank.
+
     Raises:
-        ConfigError: the degrees of parallelism do not fit the number of processes.
+        ConfigError: the degrees of parallelism do not fit the number of processes, or settings
+            differ.
     """
     dist = torch.distributed
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -169,6 +225,8 @@ def form_ranks(cfg: DistributedConfig, device_type: str, *, local_rank: int) -> 
     control, saving = (
         Control(rank, world_size, dist.new_group(backend="gloo", timeout=timeout)) for _ in range(2)
     )
+    # First, as ranks that want other meshes would wait for each other.
+    refuse_unequal(settings or {}, control)
     meshes = build_meshes(dims, device_type, sequence_parallel=cfg.sequence_parallel)
     return Ranks(
         dims,
@@ -194,13 +252,13 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def refuse_unequal(settings: Mapping[str, Any], ranks: Ranks) -> None:
+def refuse_unequal(settings: Mapping[str, Any], control: Control) -> None:
     """Stop where the ranks were not given the same settings.
 
     Raises:
         ConfigError: names the first difference.
     """
-    first, *others = ranks.control.gather(dict(_leaves(settings)))
+    first, *others = control.gather(dict(_leaves(settings)))
     for rank, other in enumerate(others, start=1):
         for name in sorted(first.keys() | other.keys()):
             if first.get(name) != other.get(name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -22,6 +23,9 @@ GRACE_SECONDS = 10.0
 """How long the other ranks may go on after one has failed."""
 POLL_SECONDS = 0.05
 PARENT_CHECK_SECONDS = 1.0
+"""For systems other than Linux, and a parent that ended before the rank had begun."""
+_PR_SET_PDEATHSIG = 1
+"""Asks Linux for a signal at the parent's end (prctl(2))."""
 
 Outcome = tuple[int, str | None]
 """A process's exit code, and its error in one sentence if it has one."""
@@ -86,6 +90,9 @@ def _fork(place: Rendezvous, work: Callable[[Rendezvous], Outcome]) -> _Child:
         os.setpgid(0, 0)  # a signal from the terminal comes once, from the parent
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.default_int_handler)
+        # At once, or else the next command would find the run folder in use.
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
         code, error = work(place)
         if error is not None:

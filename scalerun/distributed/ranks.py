@@ -35,6 +35,7 @@ class Control:
         self.rank = rank
         self.world_size = world_size
         self.group = group
+        self._agreed: BaseException | None = None
 
     @property
     def is_main(self) -> bool:
@@ -72,6 +73,9 @@ class Control:
     def together(self, work: Callable[[], Result]) -> Result:
         """Do something that may fail on some ranks only; then all fail, with the first's error.
 
+        The work may itself call :meth:`together` or :meth:`on_main`: a rank that has failed before
+        it got there then ends the others in there. It may not gather in any other way.
+
         Raises:
             UserError: as raised by ``work`` on the lowest rank where it failed.
             OSError: the same.
@@ -82,10 +86,13 @@ class Control:
         try:
             result = work()
         except (UserError, OSError) as own:
+            if own is self._agreed:
+                raise  # every rank has it already
             error = own
         for rank, found in enumerate(self.gather(error)):
             if found is not None:
-                raise error if rank == self.rank and error is not None else found
+                self._agreed = error if rank == self.rank and error is not None else found
+                raise self._agreed
         return result
 
     def on_main(self, work: Callable[[], Result]) -> Result:
