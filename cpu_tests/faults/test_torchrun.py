@@ -11,7 +11,7 @@ import pytest
 from cpu_tests.processes import TORCHRUN, children, digest, has_trained, lost_updates, series
 
 KILLS = int(os.environ.get("SCALERUN_TEST_KILLS", "3"))
-"""How often the job is hit; 20 take two minutes."""
+"""How often the job is hit; on a busy machine each time takes a quarter of a minute."""
 INTERVAL, LAST = 5, 12 * (KILLS + 1)
 WORDS = [
     "--max-update", str(LAST), "--save-interval-updates", str(INTERVAL), "--no-epoch-checkpoints",
