@@ -174,8 +174,9 @@ class Trainer:
         The ranks agree on what is not the same on all of them: signals and clocks.
         """
         opt, progress = self.cfg.optimization, self.progress
-        wall = self.throughput.train_wall
-        signum, wall = self.ranks.control.max(self.stop_signal.signum or 0, wall)
+        signum, wall = self.ranks.control.max(
+            self.stop_signal.signum or 0, self.throughput.train_wall
+        )
         self.stop_signal.signum = int(signum) or None
         if self.stop_signal.signum is not None:
             return "a signal asked for it"
@@ -278,10 +279,7 @@ class Trainer:
 
     def count_over_data(self, batches: list[Batch]) -> tuple[int, int]:
         """Target tokens and sequences of the update, over all ranks."""
-        counts = [
-            sum(batch.num_targets for batch in batches),
-            sum(len(batch.sample_ids) for batch in batches),
-        ]
+        counts = [sum(b.num_targets for b in batches), sum(len(b.sample_ids) for b in batches)]
         if self.ranks.size > 1:
             device = self.parts.precision.device
             counts = self.ranks.sum_over_data(torch.tensor(counts, device=device)).tolist()
@@ -348,9 +346,11 @@ class Trainer:
 
     def count(self, grad_norm: GradNorm) -> None:
         """Add what is the same on all ranks to the statistics."""
-        clip_norm = self.cfg.optimization.clip_norm
-        clipped = 100.0 * float(clip_norm > 0 and grad_norm.total.item() > clip_norm)
-        self.metrics.add({**grad_norm.stats(), "clip": clipped})
+        limit = self.cfg.optimization.clip_norm
+        clipped = 100.0 * float(limit > 0 and grad_norm.total.item() > limit)
+        share = 1.0 / self.ranks.dims.gradient_size  # they count once, not once for each rank
+        values = {**grad_norm.stats(), "clip": torch.tensor(clipped)}
+        self.metrics.add({name: (value, share) for name, value in values.items()})
         scaler = self.parts.loss_scaler
         self.metrics.set(
             {

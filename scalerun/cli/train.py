@@ -40,7 +40,7 @@ def train(cfg: ScalerunConfig, words: list[str], ranks: Ranks) -> int:
         world_size=ranks.size,
     )
     with (
-        StopSignal() as stop_signal,
+        StopSignal(announce=ranks.is_main) as stop_signal,
         RunFolder(Path(cfg.checkpoint.save_dir), ranks.control) as folder,
     ):
         parts = ranks.control.together(lambda: build_parts(cfg, folder.path, ranks))

@@ -192,4 +192,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def _divides(flag: str, value: int, of: str, whole: int) -> None:
     if whole % value:
-        raise ConfigError(f"{flag} {value} does not divide {of}; choose a divisor")
+        more = "start more: --distributed-world-size, torchrun or srun"
+        raise ConfigError(
+            f"{flag} {value} does not divide {of}; {more if value > whole else 'choose a divisor'}"
+        )

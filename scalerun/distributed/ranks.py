@@ -181,9 +181,20 @@ class Ranks:
         return self.dims.data_size
 
     def note(self, place: str) -> None:
-        """Leave word of how far this rank is, for when it or another one stops."""
-        if self._store is not None:
+        """Leave word of how far this rank is, for when it or another one stops.
+
+        Raises:
+            UserError: whoever keeps the ranks' store is gone, and the others with it.
+        """
+        if self._store is None:
+            return
+        try:
             self._store.set(f"place/{self.rank}", place)
+        except RuntimeError as error:
+            raise UserError(
+                f"the process that the ranks meet at is gone, so the run ends in {place}; the "
+                "checkpoints are intact: give the same command again"
+            ) from error
 
     def places(self) -> dict[int, str]:
         """How far each rank is, as far as can be told."""

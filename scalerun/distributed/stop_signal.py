@@ -26,9 +26,13 @@ class StopSignal:
 
     Outside :meth:`deferred` a signal raises :class:`StopRequestedError` where the program stands.
     Inside, it only sets :attr:`signum`, and the caller looks at it when it is ready.
+
+    Args:
+        announce: say that it came; one of several ranks is enough.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, announce: bool = True) -> None:
+        self.announce = announce
         self.signum: int | None = None
         self._deferring = False
         self._previous: dict[int, object] = {}
@@ -72,6 +76,7 @@ class StopSignal:
             os._exit(128 + signum)
         self.signum = signum
         name = signal.Signals(signum).name
-        logger.warning("%s: stopping; a second signal stops at once and saves nothing", name)
+        if self.announce:
+            logger.warning("%s: stopping; a second signal stops at once and saves nothing", name)
         if not self._deferring:
             raise StopRequestedError(signum)
