@@ -33,10 +33,10 @@ $(TOKENIZER): | $(VENV)/installed
 	$(BIN)/python -m scalerun.cli.train_tokenizer $(DATA) --vocab-size 1024 --model-type unigram --output $@
 
 test: $(VENV)/tested
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not long and not layouts"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long and not layouts"
 
 test-long: $(VENV)/tested
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 # All architectures at all parallel layouts: most of an hour on 2 cores.
 test-layouts: $(VENV)/tested
