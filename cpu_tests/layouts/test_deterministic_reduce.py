@@ -37,6 +37,7 @@ def check(tmp_path, updates, layouts=LAYOUTS):
             lambda rank, home=home, size=size, flags=flags: digest(
                 data, home, updates, data_size=size, flags=flags
             ),
+            timeout=600,
         )
         assert set(found) == {expected}, name
 
@@ -46,5 +47,6 @@ def test_weights_have_equal_bits(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_weights_have_equal_bits_after_100_updates(tmp_path):
     check(tmp_path, 100, LAYOUTS | MORE_LAYOUTS)
