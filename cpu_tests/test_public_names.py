@@ -164,6 +164,7 @@ print(json.dumps(failed))
 """
 
 
+@pytest.mark.long
 def test_every_module_can_be_imported_first():
     """In one fresh interpreter that forgets our modules, not the libraries, before each."""
     names = [module_of(path) for path in FILES]

@@ -74,6 +74,7 @@ def test_ranks_do_not_outlive_the_command_and_it_goes_on(start, run, corpus, tin
     wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), "end of the ranks")
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_named_with_what_the_others_waited_for(start, corpus, tiny, tmp_path):
     words = [*TWO, *ENDLESS, "--distributed-timeout-seconds", "4"]
     command = start("train", corpus, *tiny, *words)
