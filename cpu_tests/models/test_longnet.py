@@ -223,6 +223,7 @@ def test_documents_are_not_masked(tokens: Tensor) -> None:
 
 def test_blocks_compile_without_a_break(tokens: Tensor) -> None:
     model, compiled = small(**TWO, rotary=True), small(**TWO, rotary=True)
+    torch._dynamo.reset()  # other tests may have used up its cache
     compiled.compile_blocks(backend="eager", fullgraph=True)
     one, two = model(tokens).logits, compiled(tokens).logits
     close(two, one)
