@@ -82,7 +82,7 @@ class CommonConfig(ScalerunDataclass):
 class DistributedConfig(ScalerunDataclass):
     """How many processes train together, and what each of them holds.
 
-    None of it changes what is learned: a run may go on with other values.
+    But for rounding none of it changes what is learned: a run may go on with other values.
     """
 
     distributed_world_size: int | None = option(

@@ -89,11 +89,14 @@ class Control:
             if own is self._agreed:
                 raise  # every rank has it already
             error = own
-        for rank, found in enumerate(self.gather(error)):
-            if found is not None:
-                self._agreed = error if rank == self.rank and error is not None else found
-                raise self._agreed
-        return result
+        # Called in every update: objects, which travel slowly, are sent only where one is.
+        if not self.any(error is not None):
+            return result
+        found = self.gather(error)
+        first = next(rank for rank, each in enumerate(found) if each is not None)
+        self._agreed = error if first == self.rank else found[first]
+        assert self._agreed is not None
+        raise self._agreed
 
     def on_main(self, work: Callable[[], Result]) -> Result:
         """Do something on rank 0 alone; every rank gets the result or the error.
