@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput, register_criterion
 from scalerun.criterions.linear_cross_entropy import linear_cross_entropy_sum
@@ -16,7 +14,6 @@ from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.models.base_model import BaseModel
 from scalerun.modules.megatron.cross_entropy import vocab_parallel_cross_entropy_sum
-from scalerun.modules.row_blocks import row_blocks
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
@@ -88,7 +85,7 @@ def cross_entropy_sum(
 ) -> Tensor:
     """Sum of -log softmax(logits)[target] over the targets that are not ``IGNORE_INDEX``.
 
-    The softmax is computed in float32 whatever the type of the logits, a block of rows at a time,
+    The softmax is computed in float32 or better, a block of rows at a time,
     forward and again backward. Besides the logits and their gradient nothing of their size is held.
 
     Args:
@@ -99,44 +96,12 @@ def cross_entropy_sum(
         vocab_mesh: axis that V is spread over, or None.
 
     Returns:
-        A float32 scalar; 0 when there are no targets.
+        A scalar, float32 or better; 0 when there are no targets.
     """
-    if vocab_mesh is not None:
-        return vocab_parallel_cross_entropy_sum(
-            logits,
-            targets,
-            vocab_mesh,
-            ignore_index=IGNORE_INDEX,
-            overwrite_logits=overwrite_logits,
-        )
-    rows = logits.reshape(-1, logits.shape[-1])
-    result: Tensor = _CrossEntropySum.apply(rows, targets.reshape(-1), overwrite_logits)
-    return result
-
-
-class _CrossEntropySum(torch.autograd.Function):
-    """(N, V) logits and (N,) targets -> scalar."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, overwrite_logits: bool) -> Tensor:
-        index = targets.clamp(min=0).unsqueeze(1)
-        log_probs = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-        for rows in row_blocks(logits):
-            log_softmax = torch.log_softmax(logits[rows], dim=-1, dtype=torch.float32)
-            log_probs[rows] = log_softmax.gather(1, index[rows]).squeeze(1)
-        ctx.save_for_backward(logits, targets)
-        ctx.overwrite_logits = overwrite_logits
-        return -log_probs.masked_fill_(targets == IGNORE_INDEX, 0.0).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets = ctx.saved_tensors
-        index = targets.clamp(min=0).unsqueeze(1)
-        scale = torch.where(targets == IGNORE_INDEX, 0.0, grad_output).unsqueeze(1)
-        grad = logits if ctx.overwrite_logits else torch.empty_like(logits)
-        for rows in row_blocks(logits):
-            probs = torch.softmax(logits[rows], dim=-1, dtype=torch.float32)
-            probs.scatter_add_(1, index[rows], probs.new_full((1, 1), -1.0).expand_as(index[rows]))
-            torch.mul(probs, scale[rows], out=grad[rows])
-        return grad, None, None
+    return vocab_parallel_cross_entropy_sum(
+        logits,
+        targets,
+        vocab_mesh,
+        ignore_index=IGNORE_INDEX,
+        overwrite_logits=overwrite_logits,
+    )

@@ -13,7 +13,6 @@ from torch.autograd.function import once_differentiable
 
 from scalerun.data.batch import IGNORE_INDEX
 from scalerun.modules.megatron.cross_entropy import vocab_parallel_loss_and_gradient
-from scalerun.modules.row_blocks import row_blocks
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
@@ -87,8 +86,13 @@ class _LinearCrossEntropySum(torch.autograd.Function):
                 rows = slice(start, start + chunk)
                 x_CD = x_ND[rows].to(dtype)
                 logits_CV = torch.mm(x_CD, w_VD.t(), out=space_CV[: len(x_CD)])
-                overwrite = of_x or of_weight
-                loss += _loss(logits_CV, targets_N[rows], mesh, overwrite_logits=overwrite)
+                loss += vocab_parallel_loss_and_gradient(
+                    logits_CV,
+                    targets_N[rows],
+                    mesh,
+                    ignore_index=IGNORE_INDEX,
+                    overwrite_logits=of_x or of_weight,
+                )
                 if grad_ND is not None:
                     torch.mm(logits_CV, w_VD, out=grad_ND[rows])
                 if grad_VD is not None and dtype == wide:
@@ -108,30 +112,3 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             None if grad is None else grad.mul_(grad_output) for grad in ctx.saved_tensors
         )
         return of_x, of_weight, None, None, None, None
-
-
-def _loss(
-    logits_CV: Tensor, targets_C: Tensor, mesh: DeviceMesh | None, *, overwrite_logits: bool
-) -> Tensor:
-    """The loss of a chunk, a scalar; the gradient of the logits takes their place if wanted."""
-    if mesh is not None:
-        return vocab_parallel_loss_and_gradient(
-            logits_CV,
-            targets_C,
-            mesh,
-            ignore_index=IGNORE_INDEX,
-            overwrite_logits=overwrite_logits,
-        )
-    wide = torch.promote_types(logits_CV.dtype, torch.float32)
-    ignored_C1 = (targets_C == IGNORE_INDEX).unsqueeze(1)
-    index_C1 = targets_C.clamp(min=0).unsqueeze(1)
-    log_probs_C1 = torch.empty(index_C1.shape, dtype=wide, device=logits_CV.device)
-    for rows in row_blocks(logits_CV):
-        log_probs = torch.log_softmax(logits_CV[rows], dim=-1, dtype=wide)
-        log_probs_C1[rows] = log_probs.gather(1, index_C1[rows])
-        if overwrite_logits:
-            probs = log_probs.exp_()
-            minus_one = probs.new_full((1, 1), -1.0).expand(len(probs), 1)
-            probs.scatter_add_(1, index_C1[rows], minus_one)
-            logits_CV[rows] = probs.masked_fill_(ignored_C1[rows], 0.0)
-    return -log_probs_C1.masked_fill_(ignored_C1, 0.0).sum()

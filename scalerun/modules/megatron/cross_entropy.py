@@ -1,7 +1,7 @@
-"""Cross entropy of logits whose vocabulary is spread over the ranks of an axis.
+"""Cross entropy of logits, whole or with a vocabulary that is spread over the ranks of an axis.
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3. N rows (tokens), V / P columns: this
-rank's part of the vocabulary.
+rank's part of the vocabulary; all of it without an axis.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 def vocab_parallel_cross_entropy_sum(
     logits: Tensor,
     targets: Tensor,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
     *,
     ignore_index: int,
     overwrite_logits: bool = False,
 ) -> Tensor:
     """Sum of -log softmax(logits)[target] over the targets that are not ``ignore_index``.
 
-    The ranks exchange three numbers for each row. The softmax is computed in float32 or
+    Ranks exchange three numbers for each row. The softmax is computed in float32 or
     better, a block of rows at a time, forward and again backward.
 
     Args:
         logits: (..., V / P) floating point, this rank's part.
         targets: (...) int64, numbers in the whole vocabulary; the same on all ranks.
-        mesh: axis that the vocabulary is spread over.
+        mesh: axis that the vocabulary is spread over, or None.
         ignore_index: target that costs nothing.
         overwrite_logits: let the backward pass write the gradient over the logits. A second
             backward pass is then an error.
@@ -51,7 +51,12 @@ def vocab_parallel_cross_entropy_sum(
 
 
 def vocab_parallel_loss_and_gradient(
-    logits: Tensor, targets: Tensor, mesh: DeviceMesh, *, ignore_index: int, overwrite_logits: bool
+    logits: Tensor,
+    targets: Tensor,
+    mesh: DeviceMesh | None,
+    *,
+    ignore_index: int,
+    overwrite_logits: bool,
 ) -> Tensor:
     """The same sum for logits (N, V / P) that no graph follows: float32 or better.
 
@@ -75,7 +80,7 @@ class _VocabParallelCrossEntropySum(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         targets: Tensor,
-        mesh: DeviceMesh,
+        mesh: DeviceMesh | None,
         ignore_index: int,
         overwrite_logits: bool,
     ) -> Tensor:
@@ -96,25 +101,32 @@ class _VocabParallelCrossEntropySum(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-def _own_columns(targets: Tensor, num_columns: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+def _own_columns(
+    targets: Tensor, num_columns: int, mesh: DeviceMesh | None
+) -> tuple[Tensor, Tensor]:
     """The targets' columns (N, 1), 0 if not on this rank, and whether they are on it (N,)."""
+    if mesh is None:
+        # What is beyond the vocabulary stays, and is an error.
+        return targets.clamp(min=0).unsqueeze(1), targets >= 0
     own = targets - mesh.get_local_rank() * num_columns
     here = (own >= 0) & (own < num_columns)
     return own.where(here, 0).unsqueeze(1), here
 
 
 def _log_sums(
-    logits: Tensor, index: Tensor, own: Tensor, mesh: DeviceMesh
+    logits: Tensor, index: Tensor, own: Tensor, mesh: DeviceMesh | None
 ) -> tuple[Tensor, Tensor]:
     """``log sum exp`` of each row over the whole vocabulary, and the logit of its target: (N,)."""
     wide = torch.promote_types(logits.dtype, torch.float32)
-    largest = all_reduce(logits.amax(1).to(wide), mesh, largest=True)
-    sums = torch.empty_like(largest)
+    log_sum = torch.empty(logits.shape[0], dtype=wide, device=logits.device)
     for rows in row_blocks(logits):
-        sums[rows] = (logits[rows].to(wide) - largest[rows, None]).exp_().sum(1)
-    at_target = logits.gather(1, index).squeeze(1).to(wide) - largest
-    sums, at_target = all_reduce(torch.stack((sums, at_target.where(own, 0.0))), mesh)
-    return sums.log_() + largest, at_target + largest
+        log_sum[rows] = torch.logsumexp(logits[rows].to(wide), 1)
+    at_target = logits.gather(1, index).squeeze(1).to(wide).where(own, 0.0)
+    if mesh is None:
+        return log_sum, at_target
+    largest = all_reduce(log_sum, mesh, largest=True)
+    sums, at_target = all_reduce(torch.stack(((log_sum - largest).exp_(), at_target)), mesh)
+    return sums.log_() + largest, at_target
 
 
 def _write_gradient(
