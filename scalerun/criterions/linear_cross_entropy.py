@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from scalerun.data.batch import IGNORE_INDEX
+from scalerun.modules.linear import product_dtype
 from scalerun.modules.megatron.cross_entropy import vocab_parallel_loss_and_gradient
 
 if TYPE_CHECKING:
@@ -69,10 +70,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         wanted: bool,
         mesh: DeviceMesh | None,
     ) -> Tensor:
-        device = x_ND.device
-        dtype = x_ND.dtype
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
+        device, dtype = x_ND.device, product_dtype(x_ND)
         wide = torch.promote_types(dtype, torch.float32)
         of_x, of_weight = (wanted and need for need in ctx.needs_input_grad[:2])
         w_VD = weight_VD.to(dtype)
@@ -95,10 +93,8 @@ class _LinearCrossEntropySum(torch.autograd.Function):
                 )
                 if grad_ND is not None:
                     torch.mm(logits_CV, w_VD, out=grad_ND[rows])
-                if grad_VD is not None and dtype == wide:
-                    grad_VD.addmm_(logits_CV.t(), x_CD)
-                elif grad_VD is not None:
-                    grad_VD += logits_CV.t() @ x_CD
+                if grad_VD is not None:
+                    _add_product(grad_VD, logits_CV.t(), x_CD)
         ctx.save_for_backward(
             None if grad_ND is None else grad_ND.to(x_ND.dtype),
             None if grad_VD is None else grad_VD.to(weight_VD.dtype),
@@ -112,3 +108,11 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             None if grad is None else grad.mul_(grad_output) for grad in ctx.saved_tensors
         )
         return of_x, of_weight, None, None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to a total of the same or a wider type."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -21,11 +21,11 @@ from scalerun.models.blocks import StackParts
 from scalerun.models.sides import check_norm_placement
 from scalerun.models.stack import Axes, Stack
 from scalerun.models.transformer_decoder import TransformerDecoder
-from scalerun.models.transformer_stack import computing_dtype
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.block_context import BlockContext
 from scalerun.modules.incremental_state import IncrementalState
 from scalerun.modules.init import LinearInit, xavier_uniform, zeros
+from scalerun.modules.linear import product_dtype
 from scalerun.modules.mixer import Mixer
 from scalerun.modules.residual import deepnorm_alpha, deepnorm_gain
 from scalerun.modules.retention import NORM_EPS_MODES, Retention, RetentionInit
@@ -205,7 +205,7 @@ class RetNetLM(TransformerDecoder):
         assert isinstance(mixer, Retention)
         assert context.positions_BT is not None
         num_tokens = context.positions_BT.shape[1]
-        tables = mixer.tables(context, num_tokens, computing_dtype(x_BTD))
+        tables = mixer.tables(context, num_tokens, product_dtype(x_BTD))
         return super().run_layers(x_BTD, replace(context, rotation=tables), state=state)
 
 

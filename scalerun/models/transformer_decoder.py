@@ -16,12 +16,13 @@ from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.distributed.sharding import part_of
 from scalerun.models.base_decoder import BaseDecoder, DecoderOutput, FeatureLoss
 from scalerun.models.blocks import StackParts, TransformerParts
-from scalerun.models.transformer_stack import TransformerStack, computing_dtype
+from scalerun.models.transformer_stack import TransformerStack
 from scalerun.modules.attention_mask import fold_into_bias, visible_keys
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.block_context import BlockContext, Source, spread_over
 from scalerun.modules.embedding import InputEmbedding
 from scalerun.modules.incremental_state import EncodedSource, IncrementalState
+from scalerun.modules.linear import product_dtype
 from scalerun.modules.megatron.mappings import enter, gather_from_sequence
 from scalerun.modules.norm import normed
 from scalerun.modules.positions.base_position import positions_after_left_padding
@@ -116,10 +117,10 @@ class TransformerDecoder(TransformerStack, BaseDecoder):
             padding_BS=padding_BS,
             document_ids_BT=document_ids_BT,
             center=(state.max_length + 1) // 2,
-            dtype=computing_dtype(x_BTD),
+            dtype=product_dtype(x_BTD),
         )
         if state.source is not None:
-            read = self._source(state.source, queries_BT, dtype=computing_dtype(x_BTD))
+            read = self._source(state.source, queries_BT, dtype=product_dtype(x_BTD))
             context = replace(context, source=read)
         if time_mesh is not None:
             context = replace(context, time_mesh=time_mesh)

@@ -21,11 +21,12 @@ from scalerun.models.base_model import BaseModel, register_model
 from scalerun.models.blocks import TransformerParts
 from scalerun.models.sides import EncoderSide, check_norm_placement
 from scalerun.models.stack import Stack
-from scalerun.models.transformer_stack import TransformerStack, computing_dtype
+from scalerun.models.transformer_stack import TransformerStack
 from scalerun.modules.attention_mask import fold_into_bias
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.block_context import BlockContext
 from scalerun.modules.embedding import InputEmbedding
+from scalerun.modules.linear import product_dtype
 from scalerun.modules.megatron.mappings import (
     TIME,
     copy_to,
@@ -212,9 +213,7 @@ class TransformerEncoder(TransformerStack, BaseModel):
             x_BTD = scatter_to_sequence(token_embeddings_BTD, time_mesh)
         self.check_positions(positions_BT, num_tokens)
         counted_BT = positions_after_left_padding(padding_mask_BT, num_tokens, device)
-        context = self._context(
-            counted_BT, padding_mask_BT, hidden_TT, dtype=computing_dtype(x_BTD)
-        )
+        context = self._context(counted_BT, padding_mask_BT, hidden_TT, dtype=product_dtype(x_BTD))
         context = replace(context, split=split, time_mesh=time_mesh)
         x_BTD = self.embedding.place(
             x_BTD,

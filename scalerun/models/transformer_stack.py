@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from scalerun.dataclass.errors import ConfigError
@@ -120,10 +119,3 @@ class TransformerStack(nn.Module):
         weights = sum(block.num_active_weights() for block in blocks)
         mixing = sum(block.mixer.mixing_flops_per_token(sequence_length) for block in blocks)
         return 6 * weights + mixing
-
-
-def computing_dtype(x: Tensor) -> torch.dtype:
-    """The type that products of ``x`` are computed in."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from scalerun.modules.init import Initializer, LinearInit
 
@@ -32,3 +33,9 @@ class Linear(nn.Linear):
         if self.bias is not None:
             found["bias"] = self.init.bias
         return found
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The type that products of ``x`` are computed in: autocast's, or its own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

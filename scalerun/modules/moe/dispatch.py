@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from scalerun.modules.linear import product_dtype
 from scalerun.modules.moe.router import Choices
 
 ALIGNMENT = 16
@@ -81,13 +82,6 @@ class Dispatch:
         x_ECF = x_RF.to(dtype).view(len(weight_EGF), self.places, -1)
         y_ECG: Tensor = _BatchedProduct.apply(x_ECF, weight_EGF.to(dtype))
         return y_ECG.flatten(0, 1)
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """The type that products of ``x`` are computed in."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
 
 
 def has_grouped_products(x: Tensor, *widths: int) -> bool:

@@ -17,12 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scalerun.distributed.collectives import all_to_all, all_to_all_rows
-from scalerun.modules.moe.dispatch import (
-    Dispatch,
-    make_dispatch,
-    packed_dispatch,
-    product_dtype,
-)
+from scalerun.modules.linear import product_dtype
+from scalerun.modules.moe.dispatch import Dispatch, make_dispatch, packed_dispatch
 from scalerun.modules.moe.router import Choices
 
 if TYPE_CHECKING:
