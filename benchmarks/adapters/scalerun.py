@@ -123,7 +123,7 @@ def build_gen(
         with precision.autocast():
             for _ in range(shape.new_tokens):
                 output = model(new, incremental_state=state, last_token_only=True)
-                new = output.logits[:, -1].argmax(-1, keepdim=True)
+                new = output.logits[:, -1].max(-1, keepdim=True).indices
                 pieces.append(new)
         return torch.cat(pieces, dim=1)
 

@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-import torch.nn.functional as F
 from torch import nn
 
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
@@ -15,12 +14,13 @@ from scalerun.models.attention_config import AttentionConfig
 from scalerun.models.block_config import BlockConfig
 from scalerun.models.init_schemes import ModelInit
 from scalerun.models.stack import Stack
+from scalerun.modules.activations import ACTIVATIONS
 from scalerun.modules.attention import Attention, CrossAttention
 from scalerun.modules.block import TransformerBlock
 from scalerun.modules.dilated_attention import DilatedAttention
 from scalerun.modules.drop_path import drop_path_rate_of_layer
 from scalerun.modules.embedding import InputEmbedding, TokenEmbedding
-from scalerun.modules.feed_forward import GLU, Activation, FeedForward
+from scalerun.modules.feed_forward import GLU, FeedForward
 from scalerun.modules.linear import Linear
 from scalerun.modules.megatron.layers import ColumnParallelLinear, VocabParallelEmbedding
 from scalerun.modules.mixer import Mixer
@@ -38,8 +38,6 @@ from scalerun.modules.positions.rotary import Rotary
 from scalerun.modules.positions.sinusoidal import SinusoidalPositions
 from scalerun.modules.positions.xpos import XPos
 from scalerun.modules.residual import DeepNorm, PostNorm, PreNorm, Residual
-
-ACTIVATIONS: dict[str, Activation] = {"relu": F.relu, "gelu": F.gelu, "swish": F.silu}
 
 
 class StackParts(ABC):

@@ -16,9 +16,9 @@ from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.distributed.sharding import empty_parameter, part_of
 from scalerun.models.base_model import register_model, register_model_architecture
-from scalerun.models.blocks import ACTIVATIONS, TransformerParts
+from scalerun.models.blocks import TransformerParts
 from scalerun.models.transformer_encoder import TransformerEncoder, TransformerEncoderConfig
-from scalerun.modules.feed_forward import Activation
+from scalerun.modules.activations import ACTIVATIONS, Activation
 from scalerun.modules.init import Initializer, LinearInit, zeros
 from scalerun.modules.linear import Linear
 from scalerun.modules.megatron.mappings import copy_to

@@ -5,12 +5,12 @@ B batch, T time, D model width, F inner width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from scalerun.modules.activations import Activation
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.block_context import BlockContext
 from scalerun.modules.drop_path import dropout
@@ -22,9 +22,6 @@ from scalerun.modules.per_token import PerToken
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
-
-Activation = Callable[[Tensor], Tensor]
-"""Elementwise. torch's kernels compute half-precision input in float32 and round the result."""
 
 
 @dataclass(frozen=True)

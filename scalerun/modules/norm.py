@@ -45,8 +45,13 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp_mesh is None:
-            # Sharding may gather them in a half type, which the kernel does not mix with float32.
-            weight, bias = (p.to(torch.promote_types(p.dtype, x.dtype)) for p in self.parameters())
+            weight: Tensor = self.weight
+            bias: Tensor = self.bias
+            if weight.dtype != x.dtype:
+                # Sharding may gather them in a half type, which the kernel does not mix with
+                # float32.
+                dtype = torch.promote_types(weight.dtype, x.dtype)
+                weight, bias = weight.to(dtype), bias.to(dtype)
             return F.layer_norm(x, (self.dim,), weight, bias, self.eps)
         normed = normalize_spread(x, self.tp_mesh, eps=self.eps, center=True)
         weight, bias = (part_of(p, self.tp_mesh) for p in (self.weight, self.bias))
@@ -89,8 +94,9 @@ def normed(norm: nn.Module, x_BTD: Tensor, context: BlockContext) -> Tensor:
     Where the tokens are spread, the ranks' gradients of the norm's parameters are added up, in one
     exchange.
     """
-    mesh, parameters = context.time_mesh, dict(norm.named_parameters())
-    if mesh is None or not parameters:
+    mesh = context.time_mesh
+    parameters = {} if mesh is None else dict(norm.named_parameters())
+    if not parameters:
         return route(norm, x_BTD, context)
     joined = copy_to(torch.cat([parameter.flatten() for parameter in parameters.values()]), mesh)
     parts = joined.split([parameter.numel() for parameter in parameters.values()])

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scalerun.distributed.sharding import empty_parameter, part_of
+from scalerun.modules.activations import Activation
 from scalerun.modules.drop_path import dropout
-from scalerun.modules.feed_forward import Activation, FeedForwardInit
+from scalerun.modules.feed_forward import FeedForwardInit
 from scalerun.modules.init import Initializer, ones, zeros
 from scalerun.modules.megatron.mappings import copy_to, reduce_from
 from scalerun.modules.megatron.normalize import normalize_spread

@@ -1,0 +1,46 @@
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from scalerun.modules.activations import FEW_NUMBERS, gelu
+
+
+@pytest.mark.parametrize("numbers", [1, 1000, FEW_NUMBERS, FEW_NUMBERS + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gelu_weighs_by_the_normal_distribution(numbers, dtype):
+    x = (4 * torch.randn(numbers, dtype=torch.float64)).to(dtype)
+    wide = x.double()
+    expected = wide * torch.distributions.Normal(0.0, 1.0).cdf(wide)
+    with torch.no_grad():
+        error = (gelu(x).double() - expected).abs().max()
+    assert error <= 4 * torch.finfo(dtype).eps * (1 + float(wide.abs().max()))
+
+
+def test_gelu_has_its_gradient():
+    x = torch.randn(50, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(gelu, x)
+
+
+def test_threads_leave_onednn_on():
+    x = torch.randn(1000)
+
+    def work():
+        with torch.inference_mode():
+            for _ in range(2000):
+                gelu(x)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.backends.mkldnn.enabled
+
+
+def test_onednn_stays_off_where_it_was_off(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    with torch.no_grad():
+        assert torch.equal(gelu(torch.ones(3)), F.gelu(torch.ones(3)))
+    assert not torch.backends.mkldnn.enabled

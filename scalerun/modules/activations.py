@@ -1,0 +1,34 @@
+"""The non-linear functions of feed-forward layers, by the names that flags give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Activation = Callable[[Tensor], Tensor]
+"""Elementwise. torch's kernels compute half-precision input in float32 and round the result."""
+
+FEW_NUMBERS = 16_384
+"""So many a CPU is through with before oneDNN, torch's default for GELU, has set out."""
+
+
+def gelu(x: Tensor) -> Tensor:
+    """``x * Phi(x)``, Phi the normal distribution (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
+    onednn: Any = torch.backends.mkldnn
+    few = x.device.type == "cpu" and x.numel() <= FEW_NUMBERS and not torch.is_grad_enabled()
+    if not few or torch.compiler.is_compiling() or not onednn.enabled:
+        return F.gelu(x)
+    # Switched on again whatever another thread has made of it, for it was on: two threads that each
+    # put back what they found could leave it off.
+    onednn.enabled = False
+    try:
+        return F.gelu(x)
+    finally:
+        onednn.enabled = True
+
+
+ACTIVATIONS: dict[str, Activation] = {"relu": F.relu, "gelu": gelu, "swish": F.silu}
