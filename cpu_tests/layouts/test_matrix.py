@@ -54,7 +54,7 @@ def test_20_updates_are_those_of_one_process(name, variant, alone, tmp_path):
     )
     for architecture in layout.architectures:
         reference = expected[variant][architecture]
-        agree(reference, results[0][architecture], f"{architecture}, {variant}, at {name}")
+        agree(reference, results[0][architecture], architecture, f"{variant}, at {name}")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
