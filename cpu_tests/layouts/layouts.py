@@ -70,8 +70,8 @@ def train_at(layout, data, home, *, updates, words=()):
 
 
 NORM_TOLERANCES = {"retnet": 1e-2}
-"""Relative, after five updates; else a ten-thousandth. The norm over a RetNet's heads is steep where
-they are near 0: gradients of six times the usual norm show rounding errors as often enlarged."""
+"""Relative, after five updates; else a ten-thousandth. The norm over a RetNet's heads is steep
+where they are near 0: in a gradient of six times the usual norm, so are rounding errors."""
 
 
 def agree(expected, found, architecture, where):
