@@ -1,5 +1,6 @@
 """What the documentation says is so: its tables and listings are compared with the program."""
 
+import importlib
 import json
 import re
 from dataclasses import fields
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from scalerun.dataclass.foreign_flags import FOREIGN_FLAGS, FOREIGN_VALUES
 from scalerun.models import ARCH_REGISTRY
 from scalerun.models.torchscale.moe import MOE
 from scalerun.models.torchscale.translate import DECODER, SHARED
@@ -175,3 +177,22 @@ def test_a_training_set_of_any_name_is_shuffled(run, corpus, tiny, records, tmp_
 def _lines(folder):
     files = sorted(folder.rglob("*.jsonl"))
     return [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_foreign_flag_is_on_the_page():
+    text = section(page("migrating"), "From fairseq and metaseq")
+    told = {tuple(row) for row in rows(text)}
+    for name, flag in FOREIGN_FLAGS.items():
+        read_as = [f"`{' '.join(flag.words)}`"] if flag.words else []
+        assert (f"`{name}`", *read_as, flag.instead) in told
+    for (name, value), (read, why) in FOREIGN_VALUES.items():
+        assert (f"`{name} {value}`", f"`{name} {read}`", why) in told
+
+
+def test_every_class_for_newcomers_exists():
+    text = section(page("migrating"), "From fairseq and metaseq")
+    found = [name for row in rows(text) for name in names(row[-1]) if name.startswith("scalerun.")]
+    assert len(found) > 15
+    for name in found:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
