@@ -84,7 +84,6 @@ FOREIGN_FLAGS = {
     "--left-pad-source": _left_out_with_value("the side of the padding changes nothing"),
     "--left-pad-target": _left_out_with_value("the side of the padding changes nothing"),
     "--local-rank": _left_out_with_value(_RANKS),
-    "--local_rank": _left_out_with_value(_RANKS),
     "--log-nvidia-smi": _left_out("each record has the memory in use"),
     "--plasma-path": _left_out_with_value("files are mapped into memory"),
     "--quiet-logs": _left_out("norms of single parameters are not logged"),
