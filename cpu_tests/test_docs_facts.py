@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scalerun.dataclass.foreign_flags import FOREIGN_FLAGS, FOREIGN_VALUES
+from scalerun.dataclass.foreign_flags import LEFT_OUT, READ_AS, REFUSED, VALUES_READ_AS
 from scalerun.models import ARCH_REGISTRY
 from scalerun.models.torchscale.moe import MOE
 from scalerun.models.torchscale.translate import DECODER, SHARED
@@ -181,12 +181,17 @@ def _lines(folder):
 
 def test_every_foreign_flag_is_on_the_page():
     text = section(page("migrating"), "From fairseq and metaseq")
-    told = {tuple(row) for row in rows(text)}
-    for name, flag in FOREIGN_FLAGS.items():
-        read_as = [f"`{' '.join(flag.words)}`"] if flag.words else []
-        assert (f"`{name}`", *read_as, flag.instead) in told
-    for (name, value), (read, why) in FOREIGN_VALUES.items():
-        assert (f"`{name} {value}`", f"`{name} {read}`", why) in told
+    told = {(tuple(names(row[0])), *row[1:]) for row in rows(text)}
+
+    def plain(flags):
+        return tuple(flag.rstrip("=") for flag in flags.split())
+
+    for name, (read_as, why) in READ_AS.items():
+        assert (plain(name), f"`{read_as.rstrip('=')}`", why) in told
+    for (name, value), (read_as, why) in VALUES_READ_AS.items():
+        assert ((f"{name} {value}",), f"`{name} {read_as}`", why) in told
+    for flags, why in (LEFT_OUT | REFUSED).items():
+        assert (plain(flags), why) in told
 
 
 def test_every_class_for_newcomers_exists():

@@ -5,7 +5,7 @@ import pytest
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.foreign_flags import (
     FOREIGN_FLAGS,
-    FOREIGN_VALUES,
+    VALUES_READ_AS,
     without_foreign_flags,
 )
 
@@ -22,7 +22,7 @@ def test_a_flag_left_out_takes_its_value_along(name, joined, caplog):
     with caplog.at_level(logging.WARNING):
         assert without_foreign_flags(["a", *given, "--seed", "1"], KNOWN) == ["a", "--seed", "1"]
     assert [record.message for record in caplog.records] == [
-        f"{name} is left out: {LEFT_OUT[name].instead}"
+        f"{name} is left out: {LEFT_OUT[name].why}"
     ]
 
 
@@ -30,7 +30,7 @@ def test_a_flag_left_out_takes_its_value_along(name, joined, caplog):
 def test_a_flag_that_would_change_results_is_refused(name):
     with pytest.raises(ConfigError) as error:
         without_foreign_flags([name, "3"], KNOWN)
-    assert str(error.value) == f"{name} is not a flag of scalerun: {FOREIGN_FLAGS[name].instead}"
+    assert str(error.value) == f"{name} is not a flag of scalerun: {FOREIGN_FLAGS[name].why}"
 
 
 def test_a_flag_is_read_as_another():
@@ -40,9 +40,9 @@ def test_a_flag_is_read_as_another():
     ]
 
 
-@pytest.mark.parametrize(("flag", "value"), FOREIGN_VALUES)
+@pytest.mark.parametrize(("flag", "value"), VALUES_READ_AS)
 def test_a_value_is_read_as_another(flag, value):
-    expected = [flag, FOREIGN_VALUES[flag, value][0]]
+    expected = [flag, VALUES_READ_AS[flag, value][0]]
     assert without_foreign_flags([flag, value], KNOWN) == expected
     assert without_foreign_flags([f"{flag}={value}"], KNOWN) == expected
 
