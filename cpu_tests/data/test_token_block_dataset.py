@@ -18,6 +18,7 @@ class Tokens:
         self.tokens = np.array([t for d in documents for t in [*d, END]], dtype=np.uint16)
         self.ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         self.num_documents = len(documents)
+        self.sources = None
 
 
 def pack(documents, mode, length, *, split_long=False, order=None, files=1):

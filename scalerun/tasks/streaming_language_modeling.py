@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from scalerun.data.collate import Collater
+from scalerun.data.document_kind import PLAIN_TEXT, DocumentKind
 from scalerun.data.layout import TRAIN, VALID, Split, data_folder, find_sets, find_split
 from scalerun.data.mixture_dataset import Mixture
 from scalerun.data.part import Part, check_valid_fraction
@@ -85,6 +86,8 @@ class StreamingLanguageModelingConfig(ScalerunDataclass):
 class StreamingLanguageModelingTask(BaseTask):
     """Predict each token of a text from those before it."""
 
+    kind: ClassVar[DocumentKind] = PLAIN_TEXT
+    """What a line of the text files holds."""
     cfg: StreamingLanguageModelingConfig
     tokenizer: BaseTokenizer
 
@@ -153,6 +156,7 @@ class StreamingLanguageModelingTask(BaseTask):
                 skip_bad_records=cfg.bad_records == "skip",
                 num_threads=usable_cpus(),
                 part=part,
+                kind=self.kind,
             ),
             recipe=Recipe(
                 packing=Packing(
