@@ -11,7 +11,7 @@ from scalerun.cli.entry import run_cli
 from scalerun.cli.inference_config import InferenceConfig
 from scalerun.cli.output_file import prepare_output_file
 from scalerun.criterions.base_criterion import build_criterion
-from scalerun.dataclass.configs import above_zero, check_num_workers
+from scalerun.dataclass.configs import above_zero, at_least, check_num_workers
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
 from scalerun.dataclass.scalerun_dataclass import option
@@ -33,6 +33,9 @@ class ValidateConfig(InferenceConfig):
         None, "sequences in a batch (default: as in training)", aliases=("--max-sentences",)
     )
     max_valid_steps: int | None = option(None, "score at most this many batches of each set")
+    context_window: int = option(
+        0, "tokens of context that every target has at least, but those at the start of a text"
+    )
     num_workers: int = option(0, "processes that prepare batches")
     json: str | None = option(None, "also write the numbers to this file")
 
@@ -42,6 +45,7 @@ class ValidateConfig(InferenceConfig):
             raise ConfigError("--valid-subset is empty; name a set to score")
         above_zero("--batch-size", self.batch_size)
         above_zero("--max-valid-steps", self.max_valid_steps)
+        at_least("--context-window", self.context_window, 0)
         check_num_workers(self.num_workers)
 
 
@@ -69,6 +73,8 @@ def score(cfg: ValidateConfig) -> list[SubsetResult]:
         cfg.path, device=device, use_ema=cfg.use_ema, data=cfg.data, user_dir=cfg.user_dir
     )
     precision = cfg.precision(run.cfg.common, device)
+    if cfg.context_window:
+        run.task.use_context_window(cfg.context_window)
     dataset = run.cfg.dataset
     subsets = run.task.valid_subsets(cfg.valid_subset)
     if not subsets:

@@ -187,9 +187,11 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
             for file in files
         ]
         recipe = self.recipe
+        cutting = asdict(recipe.packing)
+        del cutting["context_window"]  # it is never part of what a run is trained on
         settings = [
             self.cache.tokenizer.digest,
-            repr(sorted(asdict(recipe.packing).items())),
+            repr(sorted(cutting.items())),
             repr((recipe.seed, sorted(recipe.mixture.weights.items()), recipe.mixture.alpha)),
         ]
         if self.cache.part is not None:
@@ -211,7 +213,7 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
             self._report_bad_records(file.quarantined)
         if self.recipe.packing.break_mode == "none" and self.recipe.mixture.is_plain:
             tokens = sum(file.num_tokens for file in files)
-            self._num_samples[index] = -(-tokens // self.recipe.packing.tokens_per_sample)
+            self._num_samples[index] = self.recipe.packing.num_sequences(tokens)
         self.summaries[index] = ShardSummary(
             lines=sum((file.counts for file in files), ReadCounts()),
             documents=sum(file.num_documents for file in files),

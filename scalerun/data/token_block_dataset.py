@@ -50,6 +50,18 @@ class Packing:
     tokens_per_sample: int
     split_long: bool
     """Cut a document that is longer than a sequence into several (else its end is dropped)."""
+    context_window: int = 0
+    """What is cut into several sequences repeats as many tokens before all but the first, to read
+    them only."""
+
+    @property
+    def stride(self) -> int:
+        """Targets of a sequence that repeats tokens; above 0."""
+        return self.tokens_per_sample - self.context_window
+
+    def num_sequences(self, tokens: int) -> int:
+        """Sequences that a stream of ``tokens`` is cut into in the mode ``none``."""
+        return max(-(-(tokens - self.context_window) // self.stride), 1) if tokens else 0
 
 
 class TokenBlockDataset(Sequence[TokenBlock]):
@@ -94,7 +106,7 @@ class TokenBlockDataset(Sequence[TokenBlock]):
         """Tokens of long documents that no sequence holds."""
         if self._spans is None:
             return 0
-        starts, ends = self._spans
+        starts, ends, _ = self._spans
         return self.num_tokens - int((ends - starts).sum())
 
     @property
@@ -109,7 +121,7 @@ class TokenBlockDataset(Sequence[TokenBlock]):
     def __len__(self) -> int:
         if self._spans is not None:
             return len(self._spans[0])
-        return -(-self.num_tokens // self._packing.tokens_per_sample)
+        return self._packing.num_sequences(self.num_tokens)
 
     @overload
     def __getitem__(self, index: int) -> TokenBlock: ...
@@ -122,19 +134,23 @@ class TokenBlockDataset(Sequence[TokenBlock]):
             raise IndexError(f"sequence {index} of {len(self)}")
         block = index % len(self) if self._order is None else int(self._order[index])
         if self._spans is None:
-            start = block * self._packing.tokens_per_sample
+            start = block * self._packing.stride
             end = min(start + self._packing.tokens_per_sample, self.num_tokens)
+            repeated = self._packing.context_window if block else 0
         else:
-            start, end = int(self._spans[0][block]), int(self._spans[1][block])
-        return self._read(start, end)
+            first, end, repeated = (int(each[block]) for each in self._spans)
+            start = first - repeated
+        return self._read(start, end, repeated)
 
-    def _read(self, start: int, end: int) -> TokenBlock:
-        """The sequence whose targets are the tokens ``start..end-1`` of the stream."""
+    def _read(self, start: int, end: int, repeated: int) -> TokenBlock:
+        """The tokens ``start..end-1`` of the stream; the first ``repeated`` are no targets."""
         at = max(start - 1, 0)
         tokens = np.empty(end - start + 1, dtype=self._files[0].tokens.dtype)
         tokens[0] = self._end_id  # stays where no token precedes the stream
         filled = at - start + 1
-        given = None if self._sources is None else np.zeros(end - start, dtype=bool)
+        given = None
+        if repeated or self._sources is not None:
+            given = np.arange(end - start) < repeated
         document = int(np.searchsorted(self._ends, at, side="right")) - 1
         starts = []
         while at < end:
@@ -177,8 +193,8 @@ def source_lengths(files: Sequence[TokenFile], documents: Ints) -> Ints | None:
     return np.concatenate(parts)[documents]
 
 
-def _spans(ends: Ints, packing: Packing, sources: Ints | None) -> tuple[Ints, Ints]:
-    """Starts and ends in the stream of the sequences of every mode but ``none``.
+def _spans(ends: Ints, packing: Packing, sources: Ints | None) -> tuple[Ints, Ints, Ints]:
+    """Starts and ends of the sequences of every mode but ``none``, and what they repeat before.
 
     A document that is too long loses the beginning of its source, so that its targets stay.
     """
@@ -190,11 +206,13 @@ def _spans(ends: Ints, packing: Packing, sources: Ints | None) -> tuple[Ints, In
         own = sources[np.searchsorted(ends, first, side="right") - 1]
         first = first + np.minimum(own, np.maximum(last - first - limit, 0))
     if not packing.split_long:
-        return first, np.minimum(last, first + limit)
-    pieces = np.maximum(-(-(last - first) // limit), 1)
+        return first, np.minimum(last, first + limit), np.zeros_like(first)
+    window, stride = packing.context_window, packing.stride
+    pieces = np.maximum(-(-(last - first - window) // stride), 1)
     number = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    starts = np.repeat(first, pieces) + number * limit
-    return starts, np.minimum(starts + limit, np.repeat(last, pieces))
+    starts = np.repeat(first, pieces) + number * stride
+    repeated = np.where(number > 0, window, 0)
+    return starts + repeated, np.minimum(starts + limit, np.repeat(last, pieces)), repeated
 
 
 def _whole_documents(ends: Ints, limit: int) -> tuple[Ints, Ints]:

@@ -107,6 +107,7 @@ class StreamingLanguageModelingTask(BaseTask):
         self.seed = seed
         self.cache_dir = cache_dir
         self.quarantine = QuarantineFile(quarantine)
+        self._context_window = 0
         self._described: dict[Any, int] = {}
         """Shards of each dataset that the last report covered."""
 
@@ -160,7 +161,10 @@ class StreamingLanguageModelingTask(BaseTask):
             ),
             recipe=Recipe(
                 packing=Packing(
-                    cfg.sample_break_mode, cfg.tokens_per_sample, split_long=not training
+                    cfg.sample_break_mode,
+                    cfg.tokens_per_sample,
+                    split_long=not training,
+                    context_window=0 if training else self._context_window,
                 ),
                 seed=self.seed if training else None,
                 mixture=cfg.mixture() if training else Mixture(),
@@ -175,6 +179,14 @@ class StreamingLanguageModelingTask(BaseTask):
         )
         dataset.open_first()
         return dataset
+
+    def use_context_window(self, size: int) -> None:
+        if size >= self.sequence_length:
+            raise ConfigError(
+                f"--context-window {size} leaves a sequence of --tokens-per-sample "
+                f"{self.sequence_length} nothing to score; give less"
+            )
+        self._context_window = size
 
     def valid_subsets(self, names: Sequence[str]) -> list[str]:
         return find_sets(self.cfg.data, names, held_out=self._is_divided())
