@@ -30,7 +30,7 @@ except ImportError:
     harness_command, TemplateLM = None, object
 
 NAME = "scalerun"
-INSTALL = "pip install 'scalerun[eval]'"
+INSTALL = "pip install lm_eval"
 MAX_NEW_TOKENS = 256
 """The harness's own limit, where a task names none."""
 KNOWN_SETTINGS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
