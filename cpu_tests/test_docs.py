@@ -62,8 +62,9 @@ PARSE = "--print-config"
 OTHERS_FLAGS = {
     "--editable", "--qk-norm-eps", "--standalone", "--nproc-per-node", "--max-restarts", "--nnodes",
     "--rdzv-backend", "--rdzv-endpoint", "--nodes", "--ntasks-per-node", "--kill-on-bad-exit",
+    "--model", "--tasks", "--include", "--device", "--batch",
 }  # fmt: skip
-"""Of pip, the example architecture, torchrun and srun."""
+"""Of pip, the example architecture, torchrun, srun and the evaluation harness."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,9 @@ from scalerun.data.base_tokenizer import (
 from scalerun.data.dictionary import Dictionary
 from scalerun.dataclass.errors import UserError
 
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""How vocabularies that come from sentencepiece write a space inside a token."""
+
 
 class JsonTokenizer(BaseTokenizer):
     """A tokenizer of the `tokenizers` library.
@@ -131,6 +134,11 @@ class JsonTokenizer(BaseTokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         kept = [index for index in ids if index not in self._dropped]
         return self._model.decode(kept, skip_special_tokens=False)
+
+    def starts_word(self, index: int) -> bool:
+        # Alone, a token that spells its space as sentencepiece does is decoded without it.
+        name = self._model.id_to_token(index) or ""
+        return name.startswith(SPACE) or super().starts_word(index)
 
     def token_text(self, index: int) -> str:
         name = self._model.id_to_token(index)

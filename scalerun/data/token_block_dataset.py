@@ -20,6 +20,7 @@ BREAK_MODES = ("none", "complete", "eos", "eos_pad_8")
 PADDED_TO = 8
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class TokenBlock:
     """Indices of the targets at which a document begins."""
     length: int
     """Length to which the sequence is padded; at least n."""
+    given: Bools | None = None
+    """(n,) which tokens are read only, not predicted; None for none."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,18 @@ class Packing:
     tokens_per_sample: int
     split_long: bool
     """Cut a document that is longer than a sequence into several (else its end is dropped)."""
+    context_window: int = 0
+    """What is cut into several sequences repeats as many tokens before all but the first, to read
+    them only."""
+
+    @property
+    def stride(self) -> int:
+        """Targets of a sequence that repeats tokens; above 0."""
+        return self.tokens_per_sample - self.context_window
+
+    def num_sequences(self, tokens: int) -> int:
+        """Sequences that a stream of ``tokens`` is cut into in the mode ``none``."""
+        return max(-(-(tokens - self.context_window) // self.stride), 1) if tokens else 0
 
 
 class TokenBlockDataset(Sequence[TokenBlock]):
@@ -75,7 +90,10 @@ class TokenBlockDataset(Sequence[TokenBlock]):
         self._first_documents = np.cumsum([0] + [file.num_documents for file in files])
         lengths = document_lengths(files)[documents]
         self._ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
-        self._spans = None if packing.break_mode == "none" else _spans(self._ends, packing)
+        self._sources = source_lengths(files, documents)
+        self._spans = None
+        if packing.break_mode != "none":
+            self._spans = _spans(self._ends, packing, self._sources)
         self._order: Ints | None = None
 
     @property
@@ -85,11 +103,16 @@ class TokenBlockDataset(Sequence[TokenBlock]):
 
     @property
     def num_dropped(self) -> int:
-        """Tokens at the end of long documents that no sequence holds."""
+        """Tokens of long documents that no sequence holds."""
         if self._spans is None:
             return 0
-        starts, ends = self._spans
+        starts, ends, _ = self._spans
         return self.num_tokens - int((ends - starts).sum())
+
+    @property
+    def num_long(self) -> int:
+        """Documents that are longer than a sequence."""
+        return int((np.diff(self._ends) > self._packing.tokens_per_sample).sum())
 
     def reorder(self, order: Ints) -> None:
         """Give the sequences another order: the i-th is from now on the ``order[i]``-th."""
@@ -98,7 +121,7 @@ class TokenBlockDataset(Sequence[TokenBlock]):
     def __len__(self) -> int:
         if self._spans is not None:
             return len(self._spans[0])
-        return -(-self.num_tokens // self._packing.tokens_per_sample)
+        return self._packing.num_sequences(self.num_tokens)
 
     @overload
     def __getitem__(self, index: int) -> TokenBlock: ...
@@ -111,24 +134,32 @@ class TokenBlockDataset(Sequence[TokenBlock]):
             raise IndexError(f"sequence {index} of {len(self)}")
         block = index % len(self) if self._order is None else int(self._order[index])
         if self._spans is None:
-            start = block * self._packing.tokens_per_sample
+            start = block * self._packing.stride
             end = min(start + self._packing.tokens_per_sample, self.num_tokens)
+            repeated = self._packing.context_window if block else 0
         else:
-            start, end = int(self._spans[0][block]), int(self._spans[1][block])
-        return self._read(start, end)
+            first, end, repeated = (int(each[block]) for each in self._spans)
+            start = first - repeated
+        return self._read(start, end, repeated)
 
-    def _read(self, start: int, end: int) -> TokenBlock:
-        """The sequence whose targets are the tokens ``start..end-1`` of the stream."""
+    def _read(self, start: int, end: int, repeated: int) -> TokenBlock:
+        """The tokens ``start..end-1`` of the stream; the first ``repeated`` are no targets."""
         at = max(start - 1, 0)
         tokens = np.empty(end - start + 1, dtype=self._files[0].tokens.dtype)
         tokens[0] = self._end_id  # stays where no token precedes the stream
         filled = at - start + 1
+        given = None
+        if repeated or self._sources is not None:
+            given = np.arange(end - start) < repeated
         document = int(np.searchsorted(self._ends, at, side="right")) - 1
         starts = []
         while at < end:
             begin = int(self._ends[document])
             if begin >= start:
                 starts.append(begin - start)
+            if given is not None and self._sources is not None:
+                source = begin + int(self._sources[document])
+                given[max(begin - start, 0) : max(source - start, 0)] = True
             stop = min(int(self._ends[document + 1]), end)
             piece = self._document(document, at - begin, stop - begin)
             tokens[filled : filled + len(piece)] = piece
@@ -138,7 +169,7 @@ class TokenBlockDataset(Sequence[TokenBlock]):
         length = self._packing.tokens_per_sample
         if self._packing.break_mode == "eos_pad_8":
             length = min(length, -(-(end - start) // PADDED_TO) * PADDED_TO)
-        return TokenBlock(tokens, np.array(starts, dtype=np.int64), length)
+        return TokenBlock(tokens, np.array(starts, dtype=np.int64), length, given)
 
     def _document(self, place: int, begin: int, end: int) -> npt.NDArray[Any]:
         number = self._documents[place]
@@ -153,18 +184,35 @@ def document_lengths(files: Sequence[TokenFile]) -> Ints:
     return np.concatenate([np.diff(file.ends) for file in files] or [np.empty(0, dtype=np.int64)])
 
 
-def _spans(ends: Ints, packing: Packing) -> tuple[Ints, Ints]:
-    """Starts and ends in the stream of the sequences of every mode but ``none``."""
+def source_lengths(files: Sequence[TokenFile], documents: Ints) -> Ints | None:
+    """(N,) tokens at the start of each of the documents that are no targets; None for none."""
+    if all(file.sources is None for file in files):
+        return None
+    # A file without documents does not say that it has sources.
+    parts = [np.empty(0, np.int64) if file.sources is None else file.sources for file in files]
+    return np.concatenate(parts)[documents]
+
+
+def _spans(ends: Ints, packing: Packing, sources: Ints | None) -> tuple[Ints, Ints, Ints]:
+    """Starts and ends of the sequences of every mode but ``none``, and what they repeat before.
+
+    A document that is too long loses the beginning of its source, so that its targets stay.
+    """
     limit = packing.tokens_per_sample
     first, last = ends[:-1], ends[1:]
     if packing.break_mode == "complete":
         first, last = _whole_documents(ends, limit)
+    if sources is not None:
+        own = sources[np.searchsorted(ends, first, side="right") - 1]
+        first = first + np.minimum(own, np.maximum(last - first - limit, 0))
     if not packing.split_long:
-        return first, np.minimum(last, first + limit)
-    pieces = np.maximum(-(-(last - first) // limit), 1)
+        return first, np.minimum(last, first + limit), np.zeros_like(first)
+    window, stride = packing.context_window, packing.stride
+    pieces = np.maximum(-(-(last - first - window) // stride), 1)
     number = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    starts = np.repeat(first, pieces) + number * limit
-    return starts, np.minimum(starts + limit, np.repeat(last, pieces))
+    starts = np.repeat(first, pieces) + number * stride
+    repeated = np.where(number > 0, window, 0)
+    return starts + repeated, np.minimum(starts + limit, np.repeat(last, pieces)), repeated
 
 
 def _whole_documents(ends: Ints, limit: int) -> tuple[Ints, Ints]:

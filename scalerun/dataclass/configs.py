@@ -262,6 +262,9 @@ class CheckpointConfig(ScalerunDataclass):
     restore_file: str | None = option(
         None, "checkpoint or run folder to start from when the run folder has none of its own"
     )
+    finetune_from_model: str | None = option(
+        None, "checkpoint or run folder to take the weights from, and nothing else, for a new run"
+    )
     reset_optimizer: bool = option(False, "do not load the optimizer's state")
     reset_lr_scheduler: bool = option(False, "do not load the schedule's state and update count")
     reset_meters: bool = option(False, "do not load statistics and the best metric")
@@ -361,6 +364,12 @@ class ScalerunConfig(ScalerunDataclass):
         resets = [
             f"--{n.replace('_', '-')}" for n, on in vars(ckpt).items() if "reset_" in n and on
         ]
+        if ckpt.finetune_from_model is not None and (resets or ckpt.restore_file is not None):
+            other = resets[0] if resets else "--restore-file"
+            raise ConfigError(
+                f"--finetune-from-model takes weights alone, and {other} chooses what else to take "
+                "from another run; give one of them"
+            )
         if resets and ckpt.restore_file is None:
             raise ConfigError(f"{resets[0]} says what not to load from --restore-file; give both")
         if self.distributed.gather_in_half and not (common.bf16 or common.fp16):

@@ -1,6 +1,6 @@
 """Tasks: what a run trains on and for."""
 
-from scalerun.tasks import streaming_language_modeling
+from scalerun.tasks import streaming_finetune_language_modeling, streaming_language_modeling
 from scalerun.tasks.base_task import TASK_REGISTRY, BaseTask, register_task, setup_task
 
 __all__ = [
@@ -8,5 +8,6 @@ __all__ = [
     "BaseTask",
     "register_task",
     "setup_task",
+    "streaming_finetune_language_modeling",
     "streaming_language_modeling",
 ]

@@ -91,6 +91,19 @@ class BaseTask(ABC):
             UserError: a set is not there; the message lists those that are.
         """
 
+    def use_context_window(self, size: int) -> None:
+        """Let data that is scored overlap, so that each target has at least this much context.
+
+        Call it before the data is read. What is at the beginning of a text has less.
+
+        Args:
+            size: tokens that a sequence repeats from before its targets.
+
+        Raises:
+            ConfigError: the task has no text to slide over, or its sequences are too short.
+        """
+        raise ConfigError(f"--task {self.cfg._name} has no --context-window; leave it out")
+
     def build_model(
         self,
         model_cfg: ScalerunDataclass,

@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from scalerun.data.collate import Collater
+from scalerun.data.document_kind import PLAIN_TEXT, DocumentKind
 from scalerun.data.layout import TRAIN, VALID, Split, data_folder, find_sets, find_split
 from scalerun.data.mixture_dataset import Mixture
 from scalerun.data.part import Part, check_valid_fraction
@@ -85,6 +86,8 @@ class StreamingLanguageModelingConfig(ScalerunDataclass):
 class StreamingLanguageModelingTask(BaseTask):
     """Predict each token of a text from those before it."""
 
+    kind: ClassVar[DocumentKind] = PLAIN_TEXT
+    """What a line of the text files holds."""
     cfg: StreamingLanguageModelingConfig
     tokenizer: BaseTokenizer
 
@@ -104,6 +107,7 @@ class StreamingLanguageModelingTask(BaseTask):
         self.seed = seed
         self.cache_dir = cache_dir
         self.quarantine = QuarantineFile(quarantine)
+        self._context_window = 0
         self._described: dict[Any, int] = {}
         """Shards of each dataset that the last report covered."""
 
@@ -153,10 +157,14 @@ class StreamingLanguageModelingTask(BaseTask):
                 skip_bad_records=cfg.bad_records == "skip",
                 num_threads=usable_cpus(),
                 part=part,
+                kind=self.kind,
             ),
             recipe=Recipe(
                 packing=Packing(
-                    cfg.sample_break_mode, cfg.tokens_per_sample, split_long=not training
+                    cfg.sample_break_mode,
+                    cfg.tokens_per_sample,
+                    split_long=not training,
+                    context_window=0 if training else self._context_window,
                 ),
                 seed=self.seed if training else None,
                 mixture=cfg.mixture() if training else Mixture(),
@@ -171,6 +179,14 @@ class StreamingLanguageModelingTask(BaseTask):
         )
         dataset.open_first()
         return dataset
+
+    def use_context_window(self, size: int) -> None:
+        if size >= self.sequence_length:
+            raise ConfigError(
+                f"--context-window {size} leaves a sequence of --tokens-per-sample "
+                f"{self.sequence_length} nothing to score; give less"
+            )
+        self._context_window = size
 
     def valid_subsets(self, names: Sequence[str]) -> list[str]:
         return find_sets(self.cfg.data, names, held_out=self._is_divided())
