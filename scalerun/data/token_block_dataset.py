@@ -9,17 +9,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from scalerun.data.token_file import TokenFile
-
 BREAK_MODES = ("none", "complete", "eos", "eos_pad_8")
+COMPLETE_DOC = "complete_doc"
+"""A further mode, for data whose items are the lines of documents."""
 PADDED_TO = 8
+SEPARATOR_TOKENS = 1
+"""An item with one token is an empty line: it has the end symbol alone."""
 
 Ints = npt.NDArray[np.int64]
+
+
+class TokenRow(Protocol):
+    """Tokens that can be sliced, in memory or mapped into it."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Holds every token."""
+
+    def __getitem__(self, part: slice, /) -> npt.NDArray[Any]: ...
+
+
+class TokenSource(Protocol):
+    """N documents: document i is ``tokens[ends[i] : ends[i + 1]]``."""
+
+    @property
+    def tokens(self) -> TokenRow:
+        """All documents, one behind the other."""
+
+    @property
+    def ends(self) -> Ints:
+        """(N + 1,) cumulative tokens."""
+
+    @property
+    def num_documents(self) -> int:
+        """N."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +68,9 @@ class Packing:
 
     Modes (``--sample-break-mode``): ``none`` cuts the stream every ``tokens_per_sample`` tokens;
     ``complete`` takes whole documents until the next does not fit; ``eos`` takes one document;
-    ``eos_pad_8`` likewise, padded to a multiple of 8 only.
+    ``eos_pad_8`` likewise, padded to a multiple of 8 only. Where the "documents" are lines,
+    ``complete_doc`` takes whole lines as ``complete`` does, but ends a sequence where a text ends:
+    at an empty line, which no sequence holds, or where the data say that a text begins.
     """
 
     break_mode: str
@@ -58,15 +88,17 @@ class TokenBlockDataset(Sequence[TokenBlock]):
             through the files. Repeats are allowed.
         packing: how they are cut.
         end_id: the end symbol.
+        borders: places in that order at which ``complete_doc`` begins a sequence in any case.
     """
 
     def __init__(
         self,
-        files: Sequence[TokenFile],
+        files: Sequence[TokenSource],
         documents: Ints,
         packing: Packing,
         *,
         end_id: int,
+        borders: Ints | None = None,
     ) -> None:
         self._files = files
         self._documents = documents
@@ -75,7 +107,15 @@ class TokenBlockDataset(Sequence[TokenBlock]):
         self._first_documents = np.cumsum([0] + [file.num_documents for file in files])
         lengths = document_lengths(files)[documents]
         self._ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
-        self._spans = None if packing.break_mode == "none" else _spans(self._ends, packing)
+        stops = np.empty(0, dtype=np.int64) if borders is None else borders
+        self.num_separators = 0
+        """Empty lines between texts, each one token, which no sequence holds."""
+        if packing.break_mode == COMPLETE_DOC:
+            separators = np.flatnonzero(lengths == SEPARATOR_TOKENS)
+            self.num_separators = len(separators)
+            stops = np.union1d(stops, separators)
+        none = packing.break_mode == "none"
+        self._spans = None if none else _spans(self._ends, packing, stops)
         self._order: Ints | None = None
 
     @property
@@ -89,7 +129,7 @@ class TokenBlockDataset(Sequence[TokenBlock]):
         if self._spans is None:
             return 0
         starts, ends = self._spans
-        return self.num_tokens - int((ends - starts).sum())
+        return self.num_tokens - self.num_separators - int((ends - starts).sum())
 
     def reorder(self, order: Ints) -> None:
         """Give the sequences another order: the i-th is from now on the ``order[i]``-th."""
@@ -148,17 +188,21 @@ class TokenBlockDataset(Sequence[TokenBlock]):
         return file.tokens[offset + begin : offset + end]
 
 
-def document_lengths(files: Sequence[TokenFile]) -> Ints:
+def document_lengths(files: Sequence[TokenSource]) -> Ints:
     """(N,) tokens of each document of a shard, its end included."""
     return np.concatenate([np.diff(file.ends) for file in files] or [np.empty(0, dtype=np.int64)])
 
 
-def _spans(ends: Ints, packing: Packing) -> tuple[Ints, Ints]:
+def _spans(ends: Ints, packing: Packing, stops: Ints) -> tuple[Ints, Ints]:
     """Starts and ends in the stream of the sequences of every mode but ``none``."""
     limit = packing.tokens_per_sample
     first, last = ends[:-1], ends[1:]
     if packing.break_mode == "complete":
         first, last = _whole_documents(ends, limit)
+    elif packing.break_mode == COMPLETE_DOC:
+        first, last = _whole_documents(ends, limit, stops)
+        text = last - first > SEPARATOR_TOKENS
+        first, last = first[text], last[text]
     if not packing.split_long:
         return first, np.minimum(last, first + limit)
     pieces = np.maximum(-(-(last - first) // limit), 1)
@@ -167,13 +211,22 @@ def _spans(ends: Ints, packing: Packing) -> tuple[Ints, Ints]:
     return starts, np.minimum(starts + limit, np.repeat(last, pieces))
 
 
-def _whole_documents(ends: Ints, limit: int) -> tuple[Ints, Ints]:
-    """Spans of as many whole documents as fit into ``limit`` tokens, but at least one."""
+def _whole_documents(ends: Ints, limit: int, stops: Ints | None = None) -> tuple[Ints, Ints]:
+    """Spans of as many whole documents as fit into ``limit`` tokens, but at least one.
+
+    A document that ``stops`` names begins a span; where it is an empty line, it is one by itself.
+    """
     count = len(ends) - 1
     following = np.searchsorted(ends, ends[:-1] + limit, side="right") - 1
-    following = np.maximum(following, np.arange(1, count + 1)).tolist()
+    following = np.maximum(following, np.arange(1, count + 1))
+    if stops is not None:
+        stops = np.append(stops, count)
+        nearest = stops[np.searchsorted(stops, np.arange(count), side="right")]
+        alone = np.diff(ends) == SEPARATOR_TOKENS
+        following = np.where(alone, np.arange(1, count + 1), np.minimum(following, nearest))
+    after = following.tolist()
     borders = [0]
     while borders[-1] < count:
-        borders.append(following[borders[-1]])
+        borders.append(after[borders[-1]])
     cuts = ends[np.array(borders)]
     return cuts[:-1], cuts[1:]
