@@ -68,6 +68,10 @@ class BaseTokenizer(ABC):
     def token_text(self, index: int) -> str:
         """One id as a person wants to see it, such as ``" the"``, ``"<0xE2>"`` or ``"</s>"``."""
 
+    def piece(self, index: int) -> str:
+        """One id as the vocabulary's file spells it; no two ids have the same piece."""
+        return self.token_text(index)
+
     def is_lossless(self) -> bool:
         """Whether line ends, tabs and runs of spaces survive a round trip."""
         return self.decode(self.encode(PROBE)) == PROBE

@@ -37,11 +37,13 @@ class BaseTask(ABC):
         dictionary: the vocabulary of the model.
         tokenizer: text to ids and back; None for tasks without text.
         sequence_length: tokens of a full sequence, to estimate what a step costs.
+        vocabulary_source: what names the vocabulary, for messages.
     """
 
     dictionary: Dictionary
     tokenizer: BaseTokenizer | None = None
     sequence_length: int
+    vocabulary_source = "--tokenizer"
 
     def __init__(self, cfg: ScalerunDataclass) -> None:
         self.cfg = cfg
@@ -209,15 +211,16 @@ class BaseTask(ABC):
         if state["vocabulary"] is None:
             logger.warning(
                 "the checkpoint does not know its vocabulary, only that it has %d symbols; that "
-                "--tokenizer is the right one is taken on trust",
+                "%s is the right one is taken on trust",
                 state["vocabulary_size"],
+                self.vocabulary_source,
             )
         elif state["vocabulary"] != own["vocabulary"]:
             raise UserError(
                 "the checkpoint was trained with another vocabulary (digest "
-                f"{state['vocabulary'][:8]}, {state['vocabulary_size']} symbols; --tokenizer now "
-                f"gives {own['vocabulary'][:8]}, {own['vocabulary_size']}); give the tokenizer "
-                "that it was trained with"
+                f"{state['vocabulary'][:8]}, {state['vocabulary_size']} symbols; "
+                f"{self.vocabulary_source} now gives {own['vocabulary'][:8]}, "
+                f"{own['vocabulary_size']}); give the one that it was trained with"
             )
 
     def data_report(self) -> list[dict[str, Any]]:

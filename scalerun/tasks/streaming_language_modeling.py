@@ -109,11 +109,7 @@ class StreamingLanguageModelingTask(BaseTask):
 
     def check_model(self, model: BaseModel, model_cfg: ScalerunDataclass) -> None:
         super().check_model(model, model_cfg)
-        if not isinstance(model, BaseDecoder):
-            raise ConfigError(
-                f"--arch {model_cfg._name} does not predict the next token, which is what --task "
-                f"{self.cfg._name} trains; give a decoder, such as --arch lm_base"
-            )
+        require_decoder(model, model_cfg, self.cfg)
         if self.cfg.document_masking and not model.masks_documents:
             raise ConfigError(
                 f"--document-masking needs attention, and the mixers of --arch {model_cfg._name} "
@@ -216,6 +212,21 @@ class StreamingLanguageModelingTask(BaseTask):
                 self._described[key] = len(dataset.summaries)
                 reports.append(_describe(dataset))
         return reports
+
+
+def require_decoder(
+    model: BaseModel, model_cfg: ScalerunDataclass, task_cfg: ScalerunDataclass
+) -> None:
+    """Refuse a model that does not predict the next token.
+
+    Raises:
+        ConfigError: it is no decoder.
+    """
+    if not isinstance(model, BaseDecoder):
+        raise ConfigError(
+            f"--arch {model_cfg._name} does not predict the next token, which is what --task "
+            f"{task_cfg._name} trains; give a decoder, such as --arch lm_base"
+        )
 
 
 def usable_cpus() -> int:
