@@ -15,9 +15,11 @@ def names(prefixes):
 
 
 def test_numbered_files_continue_a_set_until_a_number_is_missing(folder, tmp_path):
-    (tmp_path / "data/train3.bin").touch()
+    for name in ("train3", "train11"):
+        (tmp_path / f"data/{name}.bin").touch()
     assert names(find_prefixes(folder, "train", whole=True)) == ["train", "train1"]
     assert names(find_prefixes(folder, "train", whole=False)) == ["train"]
+    assert names(find_prefixes(folder, "train1", whole=True)) == ["train1"]
     assert names(find_prefixes(folder, "train1", whole=False)) == ["train1"]
 
 

@@ -10,10 +10,15 @@ from scalerun.dataclass.errors import UserError
 
 
 def numbered(folder: Path, name: str) -> list[str]:
-    """The set of this name and those that continue it: ``train``, ``train1``, ``train2``."""
+    """The set of this name and those that continue it: ``train``, ``train1``, ``train2``.
+
+    A name with a number at its end stands for itself alone.
+    """
     found: list[str] = []
     while is_set(folder, following := f"{name}{len(found) or ''}"):
         found.append(following)
+        if name[-1:].isdigit():
+            break
     return found
 
 

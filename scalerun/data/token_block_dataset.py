@@ -7,8 +7,9 @@ the input before the first document is the end symbol, which so also means "a do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol, overload
 
 import numpy as np
@@ -163,24 +164,29 @@ class TokenBlockDataset(Sequence[TokenBlock]):
         tokens = np.empty(end - start + 1, dtype=self._files[0].tokens.dtype)
         tokens[0] = self._end_id  # stays where no token precedes the stream
         filled = at - start + 1
-        document = int(np.searchsorted(self._ends, at, side="right")) - 1
-        starts = []
-        while at < end:
-            begin = int(self._ends[document])
-            if begin >= start:
-                starts.append(begin - start)
-            stop = min(int(self._ends[document + 1]), end)
-            piece = self._document(document, at - begin, stop - begin)
+        first = int(np.searchsorted(self._ends, at, side="right")) - 1
+        last = int(np.searchsorted(self._ends, end, side="left"))
+        for low, high in self._runs(first, last):
+            begin = int(self._ends[low])
+            piece = self._run(low, max(at - begin, 0), min(int(self._ends[high]), end) - begin)
             tokens[filled : filled + len(piece)] = piece
             filled += len(piece)
-            at = stop
-            document += 1
+        begins = self._ends[first:last]
         length = self._packing.tokens_per_sample
         if self._packing.break_mode == "eos_pad_8":
             length = min(length, -(-(end - start) // PADDED_TO) * PADDED_TO)
-        return TokenBlock(tokens, np.array(starts, dtype=np.int64), length)
+        return TokenBlock(tokens, begins[begins >= start] - start, length)
 
-    def _document(self, place: int, begin: int, end: int) -> npt.NDArray[Any]:
+    def _runs(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Parts of the places ``first..last-1`` whose documents are neighbours in one file."""
+        numbers = self._documents[first:last]
+        files = np.searchsorted(self._first_documents, numbers, side="right")
+        cuts = np.flatnonzero((np.diff(numbers) != 1) | (np.diff(files) != 0)) + 1 + first
+        borders = [first, *cuts.tolist(), last]
+        return pairwise(borders)
+
+    def _run(self, place: int, begin: int, end: int) -> npt.NDArray[Any]:
+        """Tokens of a run, counted from the start of its first document."""
         number = self._documents[place]
         which = int(np.searchsorted(self._first_documents, number, side="right")) - 1
         file = self._files[which]
