@@ -20,6 +20,7 @@ import torch
 from scalerun.cli.checkpoint import VERBS
 from scalerun.cli.convert import ConvertConfig
 from scalerun.cli.interactive_cli import InteractiveConfig
+from scalerun.cli.preprocess import PreprocessConfig
 from scalerun.cli.registries import CHOOSERS
 from scalerun.cli.train_tokenizer import TrainTokenizerConfig
 from scalerun.cli.validate import ValidateConfig
@@ -42,6 +43,7 @@ SCRIPTS = {
     "scalerun-train-tokenizer": "train_tokenizer",
     "scalerun-convert": "convert",
     "scalerun-checkpoint": "checkpoint",
+    "scalerun-preprocess": "preprocess",
 }
 SMALL = {
     "train": [
@@ -54,6 +56,7 @@ SMALL = {
     "interactive_cli": ["--cpu"],
     "convert": [],
     "checkpoint": [],
+    "preprocess": [],
 }  # fmt: skip
 """What is added to a command of the documentation, so that it takes no time."""
 
@@ -260,7 +263,7 @@ def flags_of_everything():
     """Every spelling that any command understands."""
     root = ScalerunConfig()
     groups = [InteractiveConfig(), ValidateConfig(), TrainTokenizerConfig(), ConvertConfig()]
-    groups += [config_class() for config_class, _, _ in VERBS.values()]
+    groups += [PreprocessConfig(), *(config_class() for config_class, _, _ in VERBS.values())]
     groups += [g for g in vars(root).values() if isinstance(g, ScalerunDataclass)]
     groups += [c.config_for(name) for c in CHOOSERS.values() for name in c.names()]
     spellings = {

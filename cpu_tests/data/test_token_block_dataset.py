@@ -21,11 +21,13 @@ class Tokens:
         self.sources = None
 
 
-def pack(documents, mode, length, *, split_long=False, order=None, files=1, window=0):
+def pack(documents, mode, length, *, split_long=False, order=None, files=1, window=0, borders=None):
     parts = [documents[i::files] for i in range(files)]
     order = np.arange(len(documents)) if order is None else np.array(order, dtype=np.int64)
     packing = Packing(mode, length, split_long, window)
-    return TokenBlockDataset([Tokens(part) for part in parts], order, packing, end_id=END)
+    return TokenBlockDataset(
+        [Tokens(part) for part in parts], order, packing, end_id=END, borders=borders
+    )
 
 
 def targets(blocks):
@@ -112,6 +114,46 @@ def test_what_training_drops_is_counted_and_comes_from_long_documents(documents,
     kept = sum(len(block) for block in targets(blocks))
     assert kept + blocks.num_dropped == sum(len(d) + 1 for d in documents)
     assert blocks.num_dropped == sum(max(len(d) + 1 - length, 0) for d in documents)
+
+
+def texts_apart(lines, length, borders=()):
+    """The targets of ``complete_doc``, line by line, as its rule says it."""
+    sequences, current = [], []
+    for number, line in enumerate(lines):
+        ids = [*line, END]
+        if number in borders or not line or len(current) + len(ids) > length:
+            sequences.append(current)
+            current = []
+        current += ids if line else []
+    return [sequence[:length] for sequence in [*sequences, current] if sequence]
+
+
+LINES = [[5], [6, 7], [], [], [8], [9, 10, 11, 12, 13, 14], [15], []]
+
+
+def test_complete_doc_keeps_texts_apart_and_has_no_empty_lines():
+    blocks = pack(LINES, "complete_doc", 6)
+    assert targets(blocks) == [[5, 2, 6, 7, 2], [8, 2], [9, 10, 11, 12, 13, 14], [15, 2]]
+    assert [block.tokens[0] for block in blocks] == [END] * 4
+    assert (blocks.num_separators, blocks.num_dropped) == (3, 1)
+    borders = np.array([0, 1])
+    assert targets(pack(LINES, "complete_doc", 6, borders=borders))[:2] == [[5, 2], [6, 7, 2]]
+
+
+lines = st.lists(st.lists(st.integers(4, 99), max_size=6), max_size=25)
+
+
+@given(lines, st.integers(1, 15), st.sets(st.integers(0, 24)))
+@settings(max_examples=300, deadline=None)
+def test_complete_doc_follows_its_rule(lines, length, borders):
+    borders = {border for border in borders if border < len(lines)}
+    given = np.array(sorted(borders), dtype=np.int64)
+    blocks = pack(lines, "complete_doc", length, borders=given)
+    assert targets(blocks) == texts_apart(lines, length, borders)
+    whole = pack(lines, "complete_doc", length, borders=given, split_long=True)
+    scored = [t for block in targets(whole) for t in block]
+    assert scored == [t for line in lines if line for t in [*line, END]]
+    assert len(scored) == whole.num_tokens - whole.num_separators
 
 
 def test_repeated_documents_and_reordered_sequences():

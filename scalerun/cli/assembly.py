@@ -37,7 +37,7 @@ from scalerun.trainer_parts import TrainerParts
 
 logger = logging.getLogger(__name__)
 
-PATHS = {"common": ("user_dir",), "task": ("data", "cache_dir")}
+PATHS = {"common": ("user_dir",), "task": ("data", "cache_dir", "vocabulary")}
 """Settings that name folders, which a checkpoint's user may look for from anywhere."""
 
 

@@ -140,10 +140,14 @@ class JsonTokenizer(BaseTokenizer):
         name = self._model.id_to_token(index) or ""
         return name.startswith(SPACE) or super().starts_word(index)
 
-    def token_text(self, index: int) -> str:
+    def piece(self, index: int) -> str:
         name = self._model.id_to_token(index)
         if name is None:
             return "<pad>" if index == self.dictionary.pad else f"<filler {index}>"
+        return name
+
+    def token_text(self, index: int) -> str:
+        name = self.piece(index)
         if index in self._dropped:
             return name
         text = self._model.decode([index], skip_special_tokens=False)

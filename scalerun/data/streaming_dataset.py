@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from scalerun.data.base_dataset import BaseDataset, DatasetCounts
@@ -187,11 +187,9 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
             for file in files
         ]
         recipe = self.recipe
-        cutting = asdict(recipe.packing)
-        del cutting["context_window"]  # it is never part of what a run is trained on
         settings = [
             self.cache.tokenizer.digest,
-            repr(sorted(cutting.items())),
+            recipe.packing.settings(),
             repr((recipe.seed, sorted(recipe.mixture.weights.items()), recipe.mixture.alpha)),
         ]
         if self.cache.part is not None:

@@ -90,6 +90,7 @@ class StreamingLanguageModelingTask(BaseTask):
     """What a line of the text files holds."""
     cfg: StreamingLanguageModelingConfig
     tokenizer: BaseTokenizer
+    slides_windows = True
 
     def __init__(
         self,
@@ -107,17 +108,12 @@ class StreamingLanguageModelingTask(BaseTask):
         self.seed = seed
         self.cache_dir = cache_dir
         self.quarantine = QuarantineFile(quarantine)
-        self._context_window = 0
         self._described: dict[Any, int] = {}
         """Shards of each dataset that the last report covered."""
 
     def check_model(self, model: BaseModel, model_cfg: ScalerunDataclass) -> None:
         super().check_model(model, model_cfg)
-        if not isinstance(model, BaseDecoder):
-            raise ConfigError(
-                f"--arch {model_cfg._name} does not predict the next token, which is what --task "
-                f"{self.cfg._name} trains; give a decoder, such as --arch lm_base"
-            )
+        require_decoder(model, model_cfg, self.cfg)
         if self.cfg.document_masking and not model.masks_documents:
             raise ConfigError(
                 f"--document-masking needs attention, and the mixers of --arch {model_cfg._name} "
@@ -164,7 +160,7 @@ class StreamingLanguageModelingTask(BaseTask):
                     cfg.sample_break_mode,
                     cfg.tokens_per_sample,
                     split_long=not training,
-                    context_window=0 if training else self._context_window,
+                    context_window=0 if training else self.context_window,
                 ),
                 seed=self.seed if training else None,
                 mixture=cfg.mixture() if training else Mixture(),
@@ -179,14 +175,6 @@ class StreamingLanguageModelingTask(BaseTask):
         )
         dataset.open_first()
         return dataset
-
-    def use_context_window(self, size: int) -> None:
-        if size >= self.sequence_length:
-            raise ConfigError(
-                f"--context-window {size} leaves a sequence of --tokens-per-sample "
-                f"{self.sequence_length} nothing to score; give less"
-            )
-        self._context_window = size
 
     def valid_subsets(self, names: Sequence[str]) -> list[str]:
         return find_sets(self.cfg.data, names, held_out=self._is_divided())
@@ -232,6 +220,21 @@ class StreamingLanguageModelingTask(BaseTask):
                 self._described[key] = len(dataset.summaries)
                 reports.append(_describe(dataset))
         return reports
+
+
+def require_decoder(
+    model: BaseModel, model_cfg: ScalerunDataclass, task_cfg: ScalerunDataclass
+) -> None:
+    """Refuse a model that does not predict the next token.
+
+    Raises:
+        ConfigError: it is no decoder.
+    """
+    if not isinstance(model, BaseDecoder):
+        raise ConfigError(
+            f"--arch {model_cfg._name} does not predict the next token, which is what --task "
+            f"{task_cfg._name} trains; give a decoder, such as --arch lm_base"
+        )
 
 
 def usable_cpus() -> int:
