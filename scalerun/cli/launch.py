@@ -18,7 +18,6 @@ from scalerun.distributed.launch import (
     choose_device,
     end_process,
     find_rendezvous,
-    first_line,
     join,
     leave,
 )
@@ -81,15 +80,14 @@ def as_rank(cfg: ScalerunConfig, place: Rendezvous, work: Work) -> int:
         ]
         if not collectives:
             raise  # a fault of this rank's own
-        raise UserError(describe_lost(collectives[-1], error, ranks)) from error
+        raise UserError(describe_lost(collectives[-1], ranks)) from error
     return code
 
 
-def describe_lost(collective: str, error: RuntimeError, ranks: Ranks) -> str:
+def describe_lost(collective: str, ranks: Ranks) -> str:
     """What this rank waited for in vain, and how far the others were."""
     seen = ", ".join(f"rank {rank} in {at}" for rank, at in sorted(ranks.places().items()))
     return (
-        f"lost the other ranks in {collective} ({seen or 'nothing is known of any rank'}): "
-        f"{first_line(error)}; look at the ranks that are behind or gone, or raise "
-        "--distributed-timeout-seconds"
+        f"lost the other ranks in {collective} ({seen or 'nothing is known of any rank'}); "
+        "look at the ranks that are behind or gone, or raise --distributed-timeout-seconds"
     )
