@@ -61,6 +61,7 @@ PARSE = "--print-config"
 FOREIGN_FLAGS = {
     "--editable", "--qk-norm-eps", "--standalone", "--nproc-per-node", "--max-restarts", "--nnodes",
     "--rdzv-backend", "--rdzv-endpoint", "--nodes", "--ntasks-per-node", "--kill-on-bad-exit",
+    "--no-build-isolation",
 }  # fmt: skip
 """Of pip, the example architecture, torchrun and srun."""
 
