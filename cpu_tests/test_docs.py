@@ -66,6 +66,7 @@ OTHERS_FLAGS = {
     "--editable", "--qk-norm-eps", "--standalone", "--nproc-per-node", "--max-restarts", "--nnodes",
     "--rdzv-backend", "--rdzv-endpoint", "--nodes", "--ntasks-per-node", "--kill-on-bad-exit",
     "--model", "--tasks", "--include", "--device", "--batch",
+    "--no-build-isolation",
 }  # fmt: skip
 """Of pip, the example architecture, torchrun, srun and the evaluation harness."""
 

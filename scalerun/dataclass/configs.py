@@ -97,8 +97,9 @@ class DistributedConfig(ScalerunDataclass):
     ddp_backend: str = option(
         "fully_sharded",
         "parameters, gradients and optimizer state of the data-parallel ranks: sharded (FSDP) or "
-        "whole copies; none for a single data-parallel rank",
-        choices=("fully_sharded", "pytorch_ddp", "none"),
+        "whole copies; fairscale shards with the library of that name, on GPUs; none for a single "
+        "data-parallel rank",
+        choices=("fully_sharded", "pytorch_ddp", "fairscale", "none"),
     )
     replicate_size: int = option(
         1, "copies of the model, each sharded over the rest of the data-parallel ranks (HSDP)"
@@ -145,7 +146,9 @@ class DistributedConfig(ScalerunDataclass):
             at_least(flag, value, 1)
         if self.sequence_parallel and self.model_parallel_size == 1:
             raise ConfigError("--sequence-parallel has no effect without --model-parallel-size")
-        if self.ddp_backend != "fully_sharded":
+        if self.ddp_backend == "fairscale":
+            self._check_fairscale()
+        elif self.ddp_backend != "fully_sharded":
             for flag, given in (
                 ("--replicate-size", self.replicate_size != 1),
                 ("--no-reshard-after-forward", self.no_reshard_after_forward),
@@ -157,6 +160,22 @@ class DistributedConfig(ScalerunDataclass):
                         f"{flag} has no effect with --ddp-backend {self.ddp_backend}; give "
                         "fully_sharded, or leave it out"
                     )
+
+    def _check_fairscale(self) -> None:
+        for flag, given in (
+            ("--replicate-size", self.replicate_size != 1),
+            ("--model-parallel-size", self.model_parallel_size != 1),
+            ("--expert-parallel-size", self.expert_parallel_size != 1),
+            ("--seq-parallel-size", self.seq_parallel_size != 1),
+            ("--gather-in-half", self.gather_in_half),
+            ("--cpu-offload", self.cpu_offload),
+            ("--deterministic-reduce", self.deterministic_reduce),
+        ):
+            if given:
+                raise ConfigError(
+                    f"{flag} does not go with --ddp-backend fairscale; give fully_sharded, or "
+                    "leave it out"
+                )
 
 
 @dataclass

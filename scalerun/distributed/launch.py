@@ -19,6 +19,7 @@ import torch
 
 from scalerun.dataclass.configs import DistributedConfig
 from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.distributed.common_error import note_joined, open_store
 from scalerun.distributed.mesh import build_meshes, parallel_dims
 from scalerun.distributed.ranks import Control, Ranks
 
@@ -151,18 +152,11 @@ def join(
     rank, world_size = rendezvous.rank, rendezvous.world_size
     dist = torch.distributed
     try:
-        store = dist.TCPStore(
-            rendezvous.address,
-            rendezvous.port,
-            world_size,
-            is_master=rendezvous.hosts_store,
-            timeout=timeout,
-            wait_for_workers=False,
-        )
+        store = open_store(rendezvous, timeout)
+        note_joined(store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            # Without the prefix a restarted process would read its predecessor's address.
-            store=dist.PrefixStore(f"attempt_{rendezvous.attempt}", store),
+            store=store,
             rank=rank,
             world_size=world_size,
             timeout=timeout,
