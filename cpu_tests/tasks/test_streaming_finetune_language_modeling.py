@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from scalerun.cli.inference import load_for_inference
+from scalerun.criterions.base_criterion import build_criterion
 from scalerun.dataclass.errors import ConfigError
+from scalerun.distributed.precision import choose_precision
+from scalerun.evaluation import evaluate
 from scalerun.tasks.base_task import TASK_REGISTRY, setup_task
 
 NAME = "streaming_finetune_language_modeling"
@@ -113,3 +116,35 @@ def test_the_loss_is_that_of_the_targets_alone(run, pairs, words, records, tmp_p
     reported = records(tmp_path / "run", "valid")[-1]
     assert reported["tokens"] == count
     assert reported["loss"] == pytest.approx(nats / count / torch.log(torch.tensor(2.0)).item())
+
+
+@pytest.mark.parametrize("window", [0, 7])
+def test_an_example_costs_the_same_alone_as_in_a_packed_sequence(
+    run, pairs, words, tmp_path, make_task, window
+):
+    command = run("train", pairs, *words, "--max-update", "2", "--save-dir", "run")
+    assert command.code == 0, command.stderr
+    loaded = load_for_inference(str(tmp_path / "run"), device=torch.device("cpu"))
+    results = []
+    for settings in (
+        {"sample_break_mode": "eos"},
+        {"sample_break_mode": "eos_pad_8"},
+        {"sample_break_mode": "complete", "document_masking": True, "tokens_per_sample": 96},
+    ):
+        if loaded.model.reads_positions:
+            settings["reset_positions"] = True
+        task = make_task(**settings)
+        task.use_context_window(window)
+        results.append(
+            evaluate(
+                task,
+                loaded.model.double(),
+                build_criterion(loaded.cfg.criterion),
+                "valid",
+                batch_size=2,
+                precision=choose_precision(fp16=False, bf16=False, device=torch.device("cpu")),
+            )
+        )
+    for result in results:
+        assert result.tokens == num_targets(PAIRS[:5])
+        assert result.loss == pytest.approx(results[0].loss, rel=1e-9)
