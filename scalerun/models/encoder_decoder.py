@@ -18,6 +18,7 @@ from scalerun.models.transformer_decoder import TransformerDecoder
 from scalerun.models.transformer_encoder import TransformerEncoder
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.incremental_state import EncodedSource, IncrementalState
+from scalerun.modules.moe.moe_layer import MoELayer
 
 
 class Encoded(NamedTuple):
@@ -53,6 +54,9 @@ class EncoderDecoder(BaseModel):
         self.encoder = TransformerEncoder(encoder_parts, output_layer=False)
         shared = self.encoder.embedding.tokens if share_embeddings else None
         self.decoder = TransformerDecoder(decoder_parts, decoder_parts.embedding(shared))
+        layers = [part for part in self.decoder.modules() if isinstance(part, MoELayer)]
+        # Attention sees no padding on the right anyway.
+        self._hides_target_padding = any(layer.mask_padding for layer in layers)
 
     @classmethod
     def build_model(
@@ -113,10 +117,14 @@ class EncoderDecoder(BaseModel):
             tokens_BT: (B, T) int64.
             source_padding_mask_BM: (B, M) bool, True for padding; by default where the source is
                 the padding symbol.
-            padding_mask_BT: (B, T) bool; needed only where padding is on the left.
+            padding_mask_BT: (B, T) bool; needed only where padding is on the left. By default
+                where the target is the padding symbol, for experts that are not to see it.
             loss: computed in place of the logits.
         """
         encoded = self.encode(source_BM, padding_mask_BM=source_padding_mask_BM)
+        hidden = self._hides_target_padding and self.target_padding_idx is not None
+        if padding_mask_BT is None and hidden:
+            padding_mask_BT = tokens_BT == self.target_padding_idx
         output = self.decoder(
             tokens_BT, padding_mask_BT=padding_mask_BT, source=encoded.source, loss=loss
         )
