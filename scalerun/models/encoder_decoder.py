@@ -122,9 +122,9 @@ class EncoderDecoder(BaseModel):
             loss: computed in place of the logits.
         """
         encoded = self.encode(source_BM, padding_mask_BM=source_padding_mask_BM)
-        hidden = self._hides_target_padding and self.target_padding_idx is not None
-        if padding_mask_BT is None and hidden:
-            padding_mask_BT = tokens_BT == self.target_padding_idx
+        pad = self.target_padding_idx
+        if padding_mask_BT is None and self._hides_target_padding and pad is not None:
+            padding_mask_BT = tokens_BT == pad
         output = self.decoder(
             tokens_BT, padding_mask_BT=padding_mask_BT, source=encoded.source, loss=loss
         )
