@@ -17,6 +17,7 @@ import pytest
 import sentencepiece
 import torch
 
+from cpu_tests.conftest import make_parallel_corpus
 from scalerun.cli.checkpoint import VERBS
 from scalerun.cli.convert import ConvertConfig
 from scalerun.cli.interactive_cli import InteractiveConfig
@@ -59,6 +60,11 @@ SMALL = {
     "preprocess": [],
 }  # fmt: skip
 """What is added to a command of the documentation, so that it takes no time."""
+TRANSLATION = [
+    "--encoder-layers", "2", "--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "32",
+    "--encoder-attention-heads", "2",
+]  # fmt: skip
+"""What is added for the side that only a translator has."""
 
 PARSE = "--print-config"
 
@@ -136,6 +142,8 @@ class Shell:
 
     def scalerun(self, name, words, stdin):
         small = list(SMALL[name])
+        if name == "train" and "translation" in words:
+            small = [*TRANSLATION, *small[: small.index("--tokens-per-sample")], *small[-3:]]
         if name == "train":
             self.num_updates += 2  # so that a command that resumes has something left to do
             small += ["--max-update", str(self.num_updates)]
@@ -172,6 +180,9 @@ def text_home(tmp_path_factory, write_jsonl):
     (home / "projects").symlink_to(ROOT / "projects")
     (home / "prompts.txt").write_text("Once upon a time\n\nThe cat\n")
     write_corpus(home / "my_text", write_jsonl)
+    pairs = make_parallel_corpus(home / "my_pairs")
+    for language in ("en", "es"):
+        shutil.copyfile(pairs / f"valid.{language}", pairs / f"test.{language}")
     write_jsonl(home / "plain_text/verse.jsonl", [f"The cat said {i}." * 9 for i in range(60)])
     return home
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from cpu_tests.conftest import make_corpus, make_parallel_corpus
 from scalerun.cli.assembly import build_parts
 from scalerun.cli.registries import CHOOSERS
 from scalerun.dataclass.configs import ScalerunConfig
@@ -19,14 +20,21 @@ BATCHES = 4
 """Of an update, over all ranks: the same ones at every layout."""
 
 COMMON = [
-    "--task", "streaming_language_modeling", "--tokenizer", "bytes", "--tokens-per-sample", "16",
-    "--batch-size", "2", "--lr", "0.01", "--clip-norm", "1", "--lr-scheduler", "inverse_sqrt",
-    "--warmup-updates", "2", "--cpu", "--log-format", "none", "--log-interval", "1",
-    "--no-epoch-checkpoints", "--seed", "3",
+    "--tokenizer", "bytes", "--batch-size", "2", "--lr", "0.01", "--clip-norm", "1",
+    "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "2", "--cpu", "--log-format", "none",
+    "--log-interval", "1", "--no-epoch-checkpoints", "--seed", "3",
 ]  # fmt: skip
+LANGUAGE = ["--task", "streaming_language_modeling", "--tokens-per-sample", "16"]
+TRANSLATION = ["--task", "translation", "--source-lang", "en", "--target-lang", "es"]
 DECODER = [
-    "--arch", "transformer_lm", "--decoder-layers", "2", "--decoder-embed-dim", "16",
+    *LANGUAGE, "--arch", "transformer_lm", "--decoder-layers", "2", "--decoder-embed-dim", "16",
     "--decoder-ffn-embed-dim", "32", "--decoder-attention-heads", "4",
+]  # fmt: skip
+PAIR = [
+    *TRANSLATION, "--arch", "transformer_mt", "--encoder-layers", "1", "--encoder-embed-dim", "16",
+    "--encoder-ffn-embed-dim", "32", "--encoder-attention-heads", "4", "--decoder-layers", "2",
+    "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "32", "--decoder-attention-heads", "4",
+    "--dropout", "0",
 ]  # fmt: skip
 ARCHITECTURES = {
     "dense": [*DECODER, "--dropout", "0.1", "--share-decoder-input-output-embed"],
@@ -40,11 +48,22 @@ ARCHITECTURES = {
         "--share-decoder-input-output-embed",
     ],
     "retnet": [
-        "--arch", "retnet_lm", "--decoder-layers", "2", "--decoder-embed-dim", "16",
+        *LANGUAGE, "--arch", "retnet_lm", "--decoder-layers", "2", "--decoder-embed-dim", "16",
         "--decoder-value-embed-dim", "32", "--decoder-ffn-embed-dim", "32",
         "--decoder-retention-heads", "2",
     ],
+    "encoder-decoder": [*PAIR, "--share-all-embeddings"],
+    "encoder-decoder, moe": [
+        *PAIR, "--moe-freq", "2", "--moe-expert-count", "4", "--criterion", "moe_cross_entropy",
+        "--encoder-layers", "2",
+    ],
 }  # fmt: skip
+
+
+def make_data(data):
+    """A folder with text for every task."""
+    make_corpus(data)
+    return make_parallel_corpus(data)
 
 
 @dataclass

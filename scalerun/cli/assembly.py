@@ -12,6 +12,7 @@ import torch
 from scalerun.checkpoint.checkpoint_manager import CheckpointManager
 from scalerun.cli.inference import ASSETS_FOLDER, CONFIG_FILE
 from scalerun.criterions.base_criterion import build_criterion
+from scalerun.data.length_batches import train_limits, valid_limits
 from scalerun.data.loader import BatchLoader
 from scalerun.dataclass.configs import ScalerunConfig
 from scalerun.dataclass.errors import ConfigError, UserError
@@ -51,12 +52,7 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> Tr
     device = choose_device(cpu=cfg.common.cpu, local_rank=ranks.local_rank)
     refuse_wrappers(cfg, device)
     precision = choose_precision(fp16=cfg.common.fp16, bf16=cfg.common.bf16, device=device)
-    task = setup_task(
-        cfg.task,
-        seed=cfg.common.seed,
-        cache_dir=save_dir / "cache",
-        quarantine=save_dir / "quarantine.jsonl" if ranks.is_main else Path(os.devnull),
-    )
+    task = build_task(cfg, save_dir, ranks)
     if isinstance(cfg.model, MemoryConfig):
         cfg.model.check_training(on_cpu=device.type == "cpu", compiled=cfg.common.compile)
     valid_subsets = choose_valid_subsets(cfg, task)
@@ -127,6 +123,18 @@ def refuse_wrappers(cfg: ScalerunConfig, device: torch.device) -> None:
     check_backend(cfg.distributed, device, others=others)
 
 
+def build_task(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> BaseTask:
+    """The task of the run, which knows how large batches may be."""
+    task = setup_task(
+        cfg.task,
+        seed=cfg.common.seed,
+        cache_dir=save_dir / "cache",
+        quarantine=save_dir / "quarantine.jsonl" if ranks.is_main else Path(os.devnull),
+    )
+    task.set_batch_limits(train=train_limits(cfg.dataset), valid=valid_limits(cfg.dataset))
+    return task
+
+
 def refuse_other_data(parts: TrainerParts) -> None:
     """Stop where a rank finds other data than rank 0; every rank calls it.
 
@@ -171,10 +179,9 @@ def build_run_sinks(cfg: ScalerunConfig, save_dir: Path) -> BaseSink:
 def build_loader(cfg: ScalerunConfig, task: BaseTask, ranks: Ranks = ALONE) -> BatchLoader:
     """The loader of the training set."""
     data = cfg.dataset
-    assert data.batch_size is not None
     return BatchLoader(
         task.load_dataset(data.train_subset, training=True),
-        batch_size=data.batch_size,
+        batch_size=data.batch_size or 1,
         update_freq=cfg.optimization.update_freq_at,
         num_workers=data.num_workers,
         buffer_size=data.data_buffer_size,

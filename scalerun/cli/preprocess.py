@@ -38,9 +38,9 @@ from scalerun.data.fairseq_tokenizer import (
 from scalerun.data.indexed_dataset import IndexedWriter, stored_dtype
 from scalerun.data.ordered_workers import OrderedWorkers
 from scalerun.data.tokenizer import BYTES, load_tokenizer
-from scalerun.dataclass.configs import MAX_WORKERS, at_least
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
+from scalerun.dataclass.ranges import MAX_WORKERS, at_least
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.logging.console import setup_logging
 

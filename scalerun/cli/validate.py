@@ -11,9 +11,10 @@ from scalerun.cli.entry import run_cli
 from scalerun.cli.inference_config import InferenceConfig
 from scalerun.cli.output_file import prepare_output_file
 from scalerun.criterions.base_criterion import build_criterion
-from scalerun.dataclass.configs import above_zero, at_least, check_num_workers
+from scalerun.data.length_batches import BatchLimits
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
+from scalerun.dataclass.ranges import above_zero, at_least, check_num_workers
 from scalerun.dataclass.scalerun_dataclass import option
 from scalerun.distributed.launch import choose_device
 from scalerun.distributed.stop_signal import StopSignal
@@ -31,6 +32,9 @@ class ValidateConfig(InferenceConfig):
     )
     batch_size: int | None = option(
         None, "sequences in a batch (default: as in training)", aliases=("--max-sentences",)
+    )
+    max_tokens: int | None = option(
+        None, "tokens in a batch of sequences of similar length (default: as in training)"
     )
     max_valid_steps: int | None = option(None, "score at most this many batches of each set")
     context_window: int = option(
@@ -50,6 +54,7 @@ class ValidateConfig(InferenceConfig):
         if not self.valid_subset:
             raise ConfigError("--valid-subset is empty; name a set to score")
         above_zero("--batch-size", self.batch_size)
+        above_zero("--max-tokens", self.max_tokens)
         above_zero("--max-valid-steps", self.max_valid_steps)
         at_least("--context-window", self.context_window, 0)
         check_num_workers(self.num_workers)
@@ -88,10 +93,13 @@ def score(cfg: ValidateConfig) -> list[SubsetResult]:
     if cfg.context_window:
         run.task.use_context_window(cfg.context_window)
     dataset = run.cfg.dataset
+    if cfg.batch_size is not None or cfg.max_tokens is not None:
+        limits = BatchLimits(cfg.batch_size, cfg.max_tokens)
+        run.task.set_batch_limits(train=limits, valid=limits)
     subsets = run.task.valid_subsets(cfg.valid_subset)
     if not subsets:
         raise UserError(
-            f"{cfg.data or 'the data'} has no validation set; name a folder below DATA with "
+            f"{cfg.data or 'the data'} has no validation set; name a set in DATA with "
             "--valid-subset, or score the training text with --valid-subset train"
         )
     results = []

@@ -1,4 +1,4 @@
-"""DocumentKind: what a line of a text file holds, and how it becomes tokens."""
+"""DocumentKind: what text files hold, and how it becomes tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from scalerun.data.base_tokenizer import BaseTokenizer, Ids
+from scalerun.data.jsonl_dataset import JsonlDataset
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class DocumentKind:
 
     name: str
     """Belongs to the keys of token files and to fingerprints, but for plain text."""
-    parse: Callable[[bytes], str] | None
-    """A line to its document, or a bad record; None reads the key ``text``."""
+    reader: Callable[..., JsonlDataset]
+    """Gives the documents of a file; called as :class:`JsonlDataset` is."""
     encode: Callable[[BaseTokenizer, Sequence[str], int], EncodedDocuments]
     """Documents to tokens, with a number of threads."""
     cut: str = "their end"
@@ -41,5 +42,5 @@ def encode_texts(
     return EncodedDocuments(ids, [len(text.encode()) for text in texts])
 
 
-PLAIN_TEXT = DocumentKind("text", None, encode_texts)
+PLAIN_TEXT = DocumentKind("text", JsonlDataset, encode_texts)
 """Text that is predicted from its first to its last token."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Self
 
 from scalerun.data.base_tokenizer import BaseTokenizer, Ids
 from scalerun.data.document_kind import DocumentKind, EncodedDocuments
-from scalerun.data.jsonl_dataset import parse_strings
+from scalerun.data.jsonl_dataset import JsonlDataset, parse_strings
 
 SOURCE_KEY = "src"
 TARGET_KEY = "tgt"
@@ -63,7 +64,7 @@ def encode_examples(
 
 EXAMPLES = DocumentKind(
     f"{SOURCE_KEY} and {TARGET_KEY}",
-    parse_example,
+    partial(JsonlDataset, parse=parse_example),
     encode_examples,
     cut="the beginning of the source, and the end of a target that is too long by itself",
 )

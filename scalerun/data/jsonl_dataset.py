@@ -171,7 +171,7 @@ def parse_strings(line: bytes, keys: Sequence[str]) -> list[str]:
         BadRecord: the line is no such object.
     """
     try:
-        record = json.loads(_decode(line), object_pairs_hook=_object)
+        record = json.loads(decode_line(line), object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise BadRecord(f"not JSON: {error.msg} at character {error.pos + 1}") from error
     except RecursionError as error:
@@ -192,7 +192,7 @@ def parse_text(content: bytes) -> str:
     Raises:
         BadRecord: it is not UTF-8, or has NUL bytes as binary files do.
     """
-    text = _decode(content.removeprefix(b"\xef\xbb\xbf"))
+    text = decode_line(content.removeprefix(b"\xef\xbb\xbf"))
     if "\0" in text:
         raise BadRecord(f"a binary file (NUL byte at character {text.index(chr(0)) + 1})")
     return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -228,7 +228,12 @@ def _string(record: dict[str, Any], key: str) -> str:
     return text
 
 
-def _decode(content: bytes) -> str:
+def decode_line(content: bytes) -> str:
+    """Text of UTF-8 bytes.
+
+    Raises:
+        BadRecord: they are not.
+    """
     try:
         return content.decode()
     except UnicodeDecodeError as error:

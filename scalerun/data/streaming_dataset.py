@@ -112,7 +112,7 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
             "--tokenizer": f"digest {self.cache.tokenizer.digest[:SHOWN_DIGITS]}",
             "--sample-break-mode": packing.break_mode,
             "--tokens-per-sample": str(packing.tokens_per_sample),
-            "the keys of the records": self.cache.kind.name,
+            "the kind of documents": self.cache.kind.name,
             "--seed": str(self.recipe.seed),
             "--corpus-weights": weights or "none",
             "--multicorpus-sampling-alpha": str(mixture.alpha),

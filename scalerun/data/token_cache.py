@@ -56,7 +56,7 @@ class TokenCache:
         skip_bad_records: leave bad records out instead of stopping at the first.
         num_threads: threads of the tokenizer.
         part: which documents to keep; None for all.
-        kind: what a line holds, and how it becomes tokens.
+        kind: what the files hold, and how it becomes tokens.
 
     Raises:
         UserError: the folder cannot be made or written to.
@@ -159,7 +159,7 @@ class TokenCache:
         before = file.path.stat()
         quarantined: list[QuarantinedRecord] = []
         on_bad_record = quarantined.append if self.skip_bad_records else None
-        documents = JsonlDataset(file, on_bad_record, part=self.part, parse=self.kind.parse)
+        documents = self.kind.reader(file, on_bad_record, part=self.part)
         for texts in _in_batches(documents):
             if should_stop():
                 raise PreparationStopped(f"{file.path} was not tokenised to its end")

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor, nn
 
+from scalerun.dataclass.errors import ConfigError
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.models.base_decoder import DecoderOutput, FeatureLoss
 from scalerun.models.base_model import BaseModel
@@ -17,6 +18,7 @@ from scalerun.models.transformer_decoder import TransformerDecoder
 from scalerun.models.transformer_encoder import TransformerEncoder
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.incremental_state import EncodedSource, IncrementalState
+from scalerun.modules.moe.moe_layer import MoELayer
 
 
 class Encoded(NamedTuple):
@@ -48,9 +50,13 @@ class EncoderDecoder(BaseModel):
     ) -> None:
         super().__init__()
         self.padding_idx = encoder_parts.padding_idx
+        self.target_padding_idx = decoder_parts.padding_idx
         self.encoder = TransformerEncoder(encoder_parts, output_layer=False)
         shared = self.encoder.embedding.tokens if share_embeddings else None
         self.decoder = TransformerDecoder(decoder_parts, decoder_parts.embedding(shared))
+        layers = [part for part in self.decoder.modules() if isinstance(part, MoELayer)]
+        # Attention sees no padding on the right anyway.
+        self._hides_target_padding = any(layer.mask_padding for layer in layers)
 
     @classmethod
     def build_model(
@@ -59,13 +65,39 @@ class EncoderDecoder(BaseModel):
         *,
         vocab_size: int,
         padding_idx: int | None,
+        source_vocab_size: int | None = None,
+        source_padding_idx: int | None = None,
         meshes: ModelMeshes = ONE_RANK,
     ) -> Self:
-        encoder, decoder = (
-            cls.parts_class(
-                cfg, stack, vocab_size=vocab_size, padding_idx=padding_idx, meshes=meshes
+        """As in :class:`BaseModel`.
+
+        Args:
+            source_vocab_size: rows of the encoder's embedding where the source has a vocabulary of
+                its own; None where both sides have the same.
+            source_padding_idx: number of that vocabulary's padding symbol.
+
+        Raises:
+            ConfigError: two vocabularies are to share an embedding.
+        """
+        joint = source_vocab_size is None
+        if cfg.share_all_embeddings and not joint:
+            raise ConfigError(
+                "--share-all-embeddings needs one vocabulary for source and target; give one "
+                "--tokenizer for both, or --no-share-all-embeddings"
             )
-            for stack in (cfg.encoder_stack(), cfg.decoder_stack())
+        encoder = cls.parts_class(
+            cfg,
+            cfg.encoder_stack(),
+            vocab_size=vocab_size if source_vocab_size is None else source_vocab_size,
+            padding_idx=padding_idx if joint else source_padding_idx,
+            meshes=meshes,
+        )
+        decoder = cls.parts_class(
+            cfg,
+            cfg.decoder_stack(),
+            vocab_size=vocab_size,
+            padding_idx=padding_idx,
+            meshes=meshes,
         )
         return cls(encoder, decoder, share_embeddings=cfg.share_all_embeddings)
 
@@ -85,10 +117,14 @@ class EncoderDecoder(BaseModel):
             tokens_BT: (B, T) int64.
             source_padding_mask_BM: (B, M) bool, True for padding; by default where the source is
                 the padding symbol.
-            padding_mask_BT: (B, T) bool; needed only where padding is on the left.
+            padding_mask_BT: (B, T) bool; needed only where padding is on the left. By default
+                where the target is the padding symbol, for experts that are not to see it.
             loss: computed in place of the logits.
         """
         encoded = self.encode(source_BM, padding_mask_BM=source_padding_mask_BM)
+        pad = self.target_padding_idx
+        if padding_mask_BT is None and self._hides_target_padding and pad is not None:
+            padding_mask_BT = tokens_BT == pad
         output = self.decoder(
             tokens_BT, padding_mask_BT=padding_mask_BT, source=encoded.source, loss=loss
         )

@@ -4,6 +4,7 @@ from scalerun.tasks import (
     language_modeling,
     streaming_finetune_language_modeling,
     streaming_language_modeling,
+    translation,
 )
 from scalerun.tasks.base_task import TASK_REGISTRY, BaseTask, register_task, setup_task
 
@@ -15,4 +16,5 @@ __all__ = [
     "setup_task",
     "streaming_finetune_language_modeling",
     "streaming_language_modeling",
+    "translation",
 ]

@@ -15,8 +15,8 @@ from scalerun.data.fairseq_tokenizer import DICTIONARY_FILE, load_vocabulary, re
 from scalerun.data.indexed_dataset import IndexedFile
 from scalerun.data.layout import data_folder
 from scalerun.data.token_block_dataset import BREAK_MODES, COMPLETE_DOC, Packing
-from scalerun.dataclass.configs import at_least
 from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.dataclass.ranges import at_least
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.models.base_model import BaseModel
 from scalerun.tasks.base_task import BaseTask, register_task
