@@ -13,7 +13,7 @@ import torch
 from scalerun.dataclass.configs import DistributedConfig
 from scalerun.dataclass.errors import UserError
 from scalerun.distributed.common_error import say_error
-from scalerun.distributed.launch import Rendezvous, find_rendezvous
+from scalerun.distributed.rendezvous import Rendezvous, find_rendezvous
 from scalerun.distributed.stop_signal import StopRequestedError
 
 logger = logging.getLogger(__name__)

@@ -12,16 +12,15 @@ from scalerun.cli.entry import outcome, print_error
 from scalerun.dataclass.configs import ScalerunConfig
 from scalerun.dataclass.errors import UserError
 from scalerun.distributed.launch import (
-    Rendezvous,
     choose_device,
     end_process,
-    find_rendezvous,
     join,
     leave,
 )
 from scalerun.distributed.local_ranks import run_local_ranks
 from scalerun.distributed.mesh import parallel_dims
 from scalerun.distributed.ranks import ALONE, Ranks
+from scalerun.distributed.rendezvous import Rendezvous, find_rendezvous
 
 C10D = torch.distributed.distributed_c10d.__file__
 """Where torch's collectives are: the innermost frame in it names the one that failed."""

@@ -20,7 +20,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from scalerun.distributed.launch import Rendezvous
+    from scalerun.distributed.rendezvous import Rendezvous
 
 PATIENCE_SECONDS = 3.0
 """How long an error waits for ranks of which nothing is known to have it too."""
