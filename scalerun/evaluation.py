@@ -30,6 +30,8 @@ class SubsetResult:
     """Documents in the set."""
     bytes_per_token: float | None
     """UTF-8 bytes of the whole set's text per target token; None where there is no text."""
+    accuracy: float | None = None
+    """Share of the target tokens that the model ranks first; None where nobody counts them."""
 
     @property
     def ppl(self) -> float:
@@ -45,11 +47,13 @@ class SubsetResult:
 
     def record(self) -> dict[str, float | int | str | None]:
         """The numbers under their names in ``metrics.jsonl``."""
+        accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
         return {
             "subset": self.subset,
             "loss": self.loss,
             "ppl": self.ppl,
             "bits_per_byte": self.bits_per_byte,
+            **accuracy,
             "tokens": self.tokens,
         }
 
@@ -83,8 +87,8 @@ def evaluate(
     was_training = model.training
     model.eval()
     criterion.eval()
-    loss_sum = torch.zeros((), dtype=torch.float64, device=precision.device)
-    tokens = 0
+    sums = torch.zeros(4, dtype=torch.float64, device=precision.device)
+    loss_sum, num_targets, num_correct, counted = sums.unbind()
     try:
         with torch.no_grad():
             for batch in valid_batches(
@@ -101,18 +105,20 @@ def evaluate(
                 with precision.autocast():
                     output = task.valid_step(batch.to(precision.device), model, criterion)
                 loss_sum += output.loss_sum
-                tokens += batch.num_targets
+                num_targets += batch.num_targets
+                if output.num_correct is not None:
+                    num_correct += output.num_correct
+                    counted += 1
     finally:
         model.train(was_training)
         criterion.train(was_training)
-    count = torch.tensor(tokens, dtype=torch.float64, device=precision.device)
-    loss_sum, count = ranks.sum_over_data(torch.stack((loss_sum, count))).unbind()
-    tokens = int(count)
+    loss, tokens, correct, batches = ranks.sum_over_data(sums).tolist()
     counts = dataset.counts()
     return SubsetResult(
         subset=subset,
-        loss=loss_sum.item() / max(tokens, 1) / math.log(2),
-        tokens=tokens,
+        loss=loss / max(tokens, 1) / math.log(2),
+        tokens=int(tokens),
         documents=counts.documents,
         bytes_per_token=counts.bytes_per_token,
+        accuracy=correct / max(tokens, 1) if batches else None,
     )

@@ -95,7 +95,7 @@ def score(cfg: ValidateConfig) -> list[SubsetResult]:
 
 def format_table(results: Sequence[SubsetResult]) -> str:
     """The numbers in aligned columns, for people."""
-    header = ["subset", "loss", "ppl", "bits/byte", "tokens", "documents"]
+    header = ["subset", "loss", "ppl", "bits/byte", "accuracy", "tokens", "documents"]
     rows = [header]
     for result in results:
         bits = result.bits_per_byte
@@ -105,10 +105,14 @@ def format_table(results: Sequence[SubsetResult]) -> str:
                 f"{result.loss:.4f}",
                 f"{result.ppl:.2f}",
                 "-" if bits is None else f"{bits:.4f}",
+                "-" if result.accuracy is None else f"{result.accuracy:.4f}",
                 f"{result.tokens:,}",
                 f"{result.documents:,}",
             ]
         )
+    if all(result.accuracy is None for result in results):
+        for row in rows:
+            del row[4]
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     return "\n".join(
         "  ".join(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from scalerun.data.base_tokenizer import BaseTokenizer
@@ -13,10 +14,15 @@ BOS, PAD, EOS, UNK = range(4)
 NUM_SPECIAL = 4
 FILLER = "madeupword"
 """How the names of symbols begin that only fill a vocabulary up."""
+_NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?")
+"""Counts, or the scores that sentencepiece exports in their place."""
 
 
-def read_fairseq_dictionary(path: Path) -> dict[str, int]:
+def read_fairseq_dictionary(path: Path, flag: str = "--dict") -> dict[str, int]:
     """Number of each symbol that the file lists.
+
+    Args:
+        flag: what messages call the file by.
 
     Raises:
         UserError: the file cannot be read, a line is not a symbol and a count, or a symbol is there
@@ -25,18 +31,18 @@ def read_fairseq_dictionary(path: Path) -> dict[str, int]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
-        raise UserError(f"--dict {path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{flag} {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"--dict {path} is not UTF-8 text") from error
+        raise UserError(f"{flag} {path} is not UTF-8 text") from error
     numbers: dict[str, int] = {}
     for i, line in enumerate(lines, start=1):
         if not line and i == len(lines):
             break
         symbol, _, count = line.rpartition(" ")
-        if not symbol or not count.isdecimal():
-            raise UserError(f"--dict {path}:{i} is {line!r}; a line is a symbol, a space, a count")
+        if not symbol or not _NUMBER.fullmatch(count):
+            raise UserError(f"{flag} {path}:{i} is {line!r}; a line is a symbol, a space, a count")
         if symbol in numbers:
-            raise UserError(f"--dict {path}:{i} has {symbol!r} a second time")
+            raise UserError(f"{flag} {path}:{i} has {symbol!r} a second time")
         numbers[symbol] = NUM_SPECIAL + len(numbers)
     return numbers
 

@@ -7,9 +7,10 @@ the input before the first document is the end symbol, which so also means "a do
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ BREAK_MODES = ("none", "complete", "eos", "eos_pad_8")
 PADDED_TO = 8
 
 Ints = npt.NDArray[np.int64]
+Block = TypeVar("Block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,42 @@ class Packing:
     """Cut a document that is longer than a sequence into several (else its end is dropped)."""
 
 
-class TokenBlockDataset(Sequence[TokenBlock]):
+class BlockDataset(Sequence[Block], Generic[Block]):
+    """The sequences of one shard, in a given order."""
+
+    _order: Ints | None = None
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Tokens of all documents, ends included."""
+
+    @property
+    @abstractmethod
+    def num_dropped(self) -> int:
+        """Tokens that no sequence holds."""
+
+    @abstractmethod
+    def _block(self, number: int) -> Block:
+        """One sequence, numbered in the order in which they were cut."""
+
+    def reorder(self, order: Ints) -> None:
+        """Give the sequences another order: the i-th is from now on the ``order[i]``-th."""
+        self._order = order
+
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Block]: ...
+    def __getitem__(self, index: int | slice) -> Block | list[Block]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        return self._block(index % len(self) if self._order is None else int(self._order[index]))
+
+
+class TokenBlockDataset(BlockDataset[TokenBlock]):
     """The sequences of one shard, in a given order. Any one is found in O(log documents).
 
     Args:
@@ -76,7 +113,6 @@ class TokenBlockDataset(Sequence[TokenBlock]):
         lengths = document_lengths(files)[documents]
         self._ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
         self._spans = None if packing.break_mode == "none" else _spans(self._ends, packing)
-        self._order: Ints | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -91,30 +127,17 @@ class TokenBlockDataset(Sequence[TokenBlock]):
         starts, ends = self._spans
         return self.num_tokens - int((ends - starts).sum())
 
-    def reorder(self, order: Ints) -> None:
-        """Give the sequences another order: the i-th is from now on the ``order[i]``-th."""
-        self._order = order
-
     def __len__(self) -> int:
         if self._spans is not None:
             return len(self._spans[0])
         return -(-self.num_tokens // self._packing.tokens_per_sample)
 
-    @overload
-    def __getitem__(self, index: int) -> TokenBlock: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TokenBlock]: ...
-    def __getitem__(self, index: int | slice) -> TokenBlock | list[TokenBlock]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
-        block = index % len(self) if self._order is None else int(self._order[index])
+    def _block(self, number: int) -> TokenBlock:
         if self._spans is None:
-            start = block * self._packing.tokens_per_sample
+            start = number * self._packing.tokens_per_sample
             end = min(start + self._packing.tokens_per_sample, self.num_tokens)
         else:
-            start, end = int(self._spans[0][block]), int(self._spans[1][block])
+            start, end = int(self._spans[0][number]), int(self._spans[1][number])
         return self._read(start, end)
 
     def _read(self, start: int, end: int) -> TokenBlock:
@@ -158,7 +181,8 @@ def _spans(ends: Ints, packing: Packing) -> tuple[Ints, Ints]:
     limit = packing.tokens_per_sample
     first, last = ends[:-1], ends[1:]
     if packing.break_mode == "complete":
-        first, last = _whole_documents(ends, limit)
+        cuts = ends[whole_units(ends, limit)]
+        first, last = cuts[:-1], cuts[1:]
     if not packing.split_long:
         return first, np.minimum(last, first + limit)
     pieces = np.maximum(-(-(last - first) // limit), 1)
@@ -167,13 +191,24 @@ def _spans(ends: Ints, packing: Packing) -> tuple[Ints, Ints]:
     return starts, np.minimum(starts + limit, np.repeat(last, pieces))
 
 
-def _whole_documents(ends: Ints, limit: int) -> tuple[Ints, Ints]:
-    """Spans of as many whole documents as fit into ``limit`` tokens, but at least one."""
+def whole_units(ends: Ints, limit: int, stops: Ints | None = None) -> Ints:
+    """Borders of runs of as many units as fit into ``limit`` tokens, but at least one.
+
+    Args:
+        ends: (N + 1,) cumulative tokens of the units, such as documents.
+        limit: tokens of a run.
+        stops: (N,) for each unit, the number of the first one that no run may take with it.
+
+    Returns:
+        (runs + 1,) numbers of units: 0, then the end of each run.
+    """
     count = len(ends) - 1
     following = np.searchsorted(ends, ends[:-1] + limit, side="right") - 1
-    following = np.maximum(following, np.arange(1, count + 1)).tolist()
+    following = np.maximum(following, np.arange(1, count + 1))
+    if stops is not None:
+        following = np.minimum(following, stops)
+    after = following.tolist()
     borders = [0]
     while borders[-1] < count:
-        borders.append(following[borders[-1]])
-    cuts = ends[np.array(borders)]
-    return cuts[:-1], cuts[1:]
+        borders.append(after[borders[-1]])
+    return np.array(borders)

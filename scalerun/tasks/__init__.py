@@ -1,11 +1,12 @@
 """Tasks: what a run trains on and for."""
 
-from scalerun.tasks import streaming_language_modeling
+from scalerun.tasks import pretraining, streaming_language_modeling
 from scalerun.tasks.base_task import TASK_REGISTRY, BaseTask, register_task, setup_task
 
 __all__ = [
     "TASK_REGISTRY",
     "BaseTask",
+    "pretraining",
     "register_task",
     "setup_task",
     "streaming_language_modeling",

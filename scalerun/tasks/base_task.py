@@ -124,6 +124,10 @@ class BaseTask(ABC):
             self.check_slices(model, num_ranks=meshes.sequence.size())
         return model
 
+    def flops_per_target(self, model: BaseModel) -> int:
+        """Floating-point operations of forward and backward for one target token."""
+        return model.training_flops_per_token(self.sequence_length)
+
     def check_meshes(self, meshes: ModelMeshes) -> None:
         """Refuse sequences that ``--sequence-parallel`` could not spread.
 
