@@ -36,7 +36,9 @@ class SentenceDataset(JsonlDataset):
                 document = []
         if document:
             yield "\n".join(document)
-        if not counts.documents:
+        if not counts.documents and not counts.quarantined:
+            if not counts.lines:  # even an empty file has a place to point at
+                counts.lines = counts.quarantined = 1
             self._report(b"", "the file has no sentence")
 
 
