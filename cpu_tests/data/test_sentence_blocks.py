@@ -83,7 +83,8 @@ def test_sentences_fill_sequences_one_after_the_other(files, limit, mode, data):
     lengths = [len(s) + 1 for d in chosen for s in d]
     assert blocks.num_tokens == sum(lengths)
     assert blocks.num_dropped == sum(n for n in lengths if n > limit - 1)
-    assert blocks.num_long == sum(n > limit - 1 for n in lengths)
+    present = [len(s) + 1 for d in documents for s in d]
+    assert blocks.long_lengths.tolist() == [n for n in present if n > limit - 1]
 
 
 @pytest.mark.parametrize("mode", ["complete", "complete_doc"])
@@ -91,7 +92,7 @@ def test_a_sentence_may_fill_a_sequence_but_not_overflow_it(mode):
     exact, long = list(range(10, 14)), list(range(10, 15))
     blocks, found = blocks_of([[[exact, long, [7]]]], [0], 6, mode)
     assert found == [[BOS, *exact, EOS], [BOS, 7, EOS]]
-    assert (blocks.num_long, blocks.num_dropped) == (1, 6)
+    assert (blocks.long_lengths.tolist(), blocks.num_dropped) == ([6], 6)
 
 
 def test_no_sequence_is_a_beginning_alone():

@@ -72,7 +72,8 @@ class MaskedTextDataset(StreamingTextDataset):
         if index in self._told:
             return
         self._told.add(index)
-        count, tokens = blocks.sentences.num_long, blocks.num_dropped
+        lengths = blocks.sentences.long_lengths
+        count, tokens = len(lengths), int(lengths.sum())
         logger.warning(
             "%s, shard %d: %d sentences with %d tokens do not fit into --tokens-per-sample %d "
             "and are left out",

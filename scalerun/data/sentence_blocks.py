@@ -27,6 +27,11 @@ class SentenceBlocks:
         documents: (N,) which documents, in which order; repeats are allowed.
         packing: how they are cut.
         dictionary: knows the special symbols.
+
+    Attributes:
+        num_tokens: tokens of the documents.
+        num_dropped: those of them in sentences that are left out.
+        long_lengths: tokens of each such sentence of the shard, however often it is chosen.
     """
 
     def __init__(
@@ -65,7 +70,8 @@ class SentenceBlocks:
         self._borders = whole_units(cumulative, packing.tokens_per_sample - 1, stops)
         self.num_tokens = int(lengths.sum())
         self.num_dropped = int(lengths[~fits].sum())
-        self.num_long = int((~fits).sum())
+        all_lengths = np.diff(of_shard)
+        self.long_lengths = all_lengths[all_lengths >= packing.tokens_per_sample]
 
     def __len__(self) -> int:
         return len(self._borders) - 1
