@@ -147,6 +147,9 @@ class Shell:
         if name == "train":
             self.num_updates += 2  # so that a command that resumes has something left to do
             small += ["--max-update", str(self.num_updates)]
+            if any(word.startswith("mlm") for word in words):
+                small = [word.replace("decoder", "encoder") for word in small]
+                small[small.index("--tokens-per-sample") + 1] = "128"
             if any(word.startswith("retnet") for word in words):
                 small[small.index("--decoder-attention-heads")] = "--decoder-retention-heads"
         command = self.launch(self.home, name, *words, *small, stdin=stdin)

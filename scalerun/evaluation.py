@@ -34,6 +34,8 @@ class SubsetResult:
     """Words that were scored; None where they were not counted."""
     nll_loss: float | None = None
     """Bits per target token of its probability alone; None where that is the loss."""
+    accuracy: float | None = None
+    """Share of the target tokens that the model ranks first; None where nobody counts them."""
 
     @property
     def bits(self) -> float:
@@ -59,12 +61,14 @@ class SubsetResult:
 
     def record(self) -> dict[str, float | int | str | None]:
         """The numbers under their names in ``metrics.jsonl``."""
+        accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
         return {
             "subset": self.subset,
             "loss": self.loss,
             **({} if self.nll_loss is None else {"nll_loss": self.nll_loss}),
             "ppl": self.ppl,
             "bits_per_byte": self.bits_per_byte,
+            **accuracy,
             "tokens": self.tokens,
         }
 
@@ -98,10 +102,8 @@ def evaluate(
     was_training = model.training
     model.eval()
     criterion.eval()
-    # Of the loss, and of the negative log-likelihood where that is something else.
-    sums = torch.zeros(2, dtype=torch.float64, device=precision.device)
-    smoothed = False
-    tokens = 0
+    sums = torch.zeros(6, dtype=torch.float64, device=precision.device)
+    loss_sum, nll_sum, num_targets, num_correct, smoothed, counted = sums.unbind()
     try:
         with torch.no_grad():
             for batch in valid_batches(
@@ -117,22 +119,25 @@ def evaluate(
                 batch = task.own_part(batch, model, ranks)
                 with precision.autocast():
                     output = task.valid_step(batch.to(precision.device), model, criterion)
-                smoothed = output.nll_sum is not None
-                nll_sum = output.loss_sum if output.nll_sum is None else output.nll_sum
-                sums += torch.stack((output.loss_sum, nll_sum))
-                tokens += batch.num_targets
+                loss_sum += output.loss_sum
+                nll_sum += output.loss_sum if output.nll_sum is None else output.nll_sum
+                num_targets += batch.num_targets
+                smoothed += output.nll_sum is not None
+                if output.num_correct is not None:
+                    num_correct += output.num_correct
+                    counted += 1
     finally:
         model.train(was_training)
         criterion.train(was_training)
-    count = torch.tensor([tokens], dtype=torch.float64, device=precision.device)
-    loss_sum, nll_sum, count = ranks.sum_over_data(torch.cat((sums, count))).unbind()
-    tokens = int(count)
+    loss, nll, tokens, correct, with_nll, with_accuracy = ranks.sum_over_data(sums).tolist()
     counts = dataset.counts()
+    per_token = 1 / max(tokens, 1)
     return SubsetResult(
         subset=subset,
-        loss=loss_sum.item() / max(tokens, 1) / math.log(2),
-        nll_loss=nll_sum.item() / max(tokens, 1) / math.log(2) if smoothed else None,
-        tokens=tokens,
+        loss=loss * per_token / math.log(2),
+        nll_loss=nll * per_token / math.log(2) if with_nll else None,
+        tokens=int(tokens),
         documents=counts.documents,
         bytes_per_token=counts.bytes_per_token,
+        accuracy=correct * per_token if with_accuracy else None,
     )

@@ -17,7 +17,7 @@ def run_at(name, work):
     layout = EVERY_LAYOUT[name]
     if layout.size == 1:
         return [work(layout)]
-    return run_world(layout.size, lambda rank: work(layout))
+    return run_world(layout.size, lambda rank: work(layout), timeout=600)
 
 
 def state_of(trainer):

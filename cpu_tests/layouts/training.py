@@ -82,10 +82,10 @@ class Run:
     """Sequences that this rank read."""
 
 
-def make_trainer(data, home, words, *, updates, data_size=1, batches=BATCHES):
+def make_trainer(data, home, words, *, updates, data_size=1, batches=BATCHES, common=COMMON):
     """The Trainer that the command would make, alone or as one of the process group's ranks."""
     alone = not torch.distributed.is_initialized()
-    argv = [str(data), *COMMON, *words, "--max-update", str(updates), "--save-dir", str(home)]
+    argv = [str(data), *common, *words, "--max-update", str(updates), "--save-dir", str(home)]
     argv += ["--update-freq", str(batches // data_size)]
     cfg = parse_config(
         ScalerunConfig, argv, prog="test", choosers=CHOOSERS, load_plugins=load_plugins

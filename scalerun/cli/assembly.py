@@ -214,7 +214,7 @@ def build_throughput(
     """Counters of tokens and time, with the machine's own matrix-product rate."""
     return Throughput(
         precision.device,
-        flops_per_token=model.training_flops_per_token(task.sequence_length),
+        flops_per_token=task.flops_per_target(model),
         matmul_rate=measure_matmul_rate(precision.device, precision.dtype),
         num_devices=ranks.size,
     )

@@ -124,7 +124,7 @@ def score(cfg: ValidateConfig) -> list[SubsetResult]:
 
 def format_table(results: Sequence[SubsetResult]) -> str:
     """The numbers in aligned columns, for people."""
-    header = ["subset", "loss", "ppl", "bits/byte", "tokens", "documents"]
+    header = ["subset", "loss", "ppl", "bits/byte", "accuracy", "tokens", "documents"]
     with_words = any(result.words is not None for result in results)
     rows = [header + ["ppl/word", "words"] * with_words]
     for result in results:
@@ -135,6 +135,7 @@ def format_table(results: Sequence[SubsetResult]) -> str:
                 f"{result.loss:.4f}",
                 f"{result.ppl:.2f}",
                 "-" if bits is None else f"{bits:.4f}",
+                "-" if result.accuracy is None else f"{result.accuracy:.4f}",
                 f"{result.tokens:,}",
                 f"{result.documents:,}",
             ]
@@ -142,6 +143,9 @@ def format_table(results: Sequence[SubsetResult]) -> str:
         if with_words:
             word_ppl = result.word_ppl
             rows[-1] += ["-" if word_ppl is None else f"{word_ppl:.2f}", f"{result.words or 0:,}"]
+    if all(result.accuracy is None for result in results):
+        for row in rows:
+            del row[header.index("accuracy")]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(

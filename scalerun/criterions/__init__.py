@@ -1,6 +1,6 @@
 """Criterions: from a model and a batch to a loss sum."""
 
-from scalerun.criterions import cross_entropy, label_smoothed, moe
+from scalerun.criterions import cross_entropy, label_smoothed, masked_lm, moe
 from scalerun.criterions.base_criterion import (
     CRITERION_REGISTRY,
     BaseCriterion,
@@ -16,6 +16,7 @@ __all__ = [
     "build_criterion",
     "cross_entropy",
     "label_smoothed",
+    "masked_lm",
     "moe",
     "register_criterion",
 ]

@@ -19,7 +19,7 @@ from scalerun.registry import Registry
 
 NO_WEIGHT = (
     "the model has experts, whose balance loss this --criterion knows no weight for; give "
-    "--criterion moe_cross_entropy"
+    "--criterion moe_cross_entropy, or masked_lm_moe_cross_entropy for hidden tokens"
 )
 
 
@@ -37,6 +37,8 @@ class CriterionOutput:
     """As ``loss_sum``, of -log p of the targets alone, where that is something else; detached."""
     stats: dict[str, Number | tuple[Number, Number]] = field(default_factory=dict)
     """Further values for the log, detached; with a weight, or counted once."""
+    num_correct: Tensor | None = None
+    """Scalar, targets that the model ranks first; None where nobody counts them."""
 
 
 class BaseCriterion(nn.Module, ABC):

@@ -13,6 +13,7 @@ from scalerun.data.batch import IGNORE_INDEX, Batch
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.models.base_model import BaseModel
+from scalerun.models.transformer_mlm import TransformerMLM
 from scalerun.modules.megatron.cross_entropy import vocab_parallel_cross_entropy_sum
 
 if TYPE_CHECKING:
@@ -68,6 +69,11 @@ class CrossEntropy(BaseCriterion):
 
     def check_model(self, model: nn.Module) -> None:
         super().check_model(model)
+        if isinstance(model, TransformerMLM):
+            raise ConfigError(
+                f"--criterion {self.cfg._name} needs a model that predicts every token, and this "
+                "--arch predicts hidden ones; give --criterion masked_lm"
+            )
         takes_loss = isinstance(model, BaseModel) and model.takes_loss
         if self.chunk_tokens > 0 and not takes_loss:
             raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,8 @@ from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.modules.auxiliary import Auxiliary, mean_stats, total_loss
 
 NO_EXPERTS = (
-    "--criterion moe_cross_entropy needs a model with experts; give --moe-freq and "
-    "--moe-expert-count, or --criterion cross_entropy"
+    "--criterion {} needs a model with experts; give --moe-freq and --moe-expert-count, or "
+    "--criterion {}"
 )
 
 
@@ -51,6 +52,9 @@ class AddsGateLoss(BaseCriterion):
     ``moe_gate_loss``, with the statistics of the routing.
     """
 
+    without_experts: ClassVar[str]
+    """The criterion for models without experts."""
+
     def with_reports(
         self, output: CriterionOutput, reports: Sequence[Auxiliary]
     ) -> CriterionOutput:
@@ -61,7 +65,7 @@ class AddsGateLoss(BaseCriterion):
         """
         assert isinstance(self.cfg, GateLossConfig)
         if not reports:
-            raise UserError(NO_EXPERTS)
+            raise UserError(self._no_experts())
         loss = gate_loss(reports, self.cfg)
         output.aux_loss = self.cfg.moe_gate_loss_wt * loss
         output.stats |= {
@@ -73,7 +77,10 @@ class AddsGateLoss(BaseCriterion):
     def check_model(self, model: nn.Module) -> None:
         super().check_model(model)
         if auxiliary_losses(model) == {False}:
-            raise ConfigError(NO_EXPERTS)
+            raise ConfigError(self._no_experts())
+
+    def _no_experts(self) -> str:
+        return NO_EXPERTS.format(self.cfg._name, self.without_experts)
 
 
 def gate_loss(reports: Sequence[Auxiliary], cfg: GateLossConfig) -> Tensor:
@@ -96,3 +103,5 @@ class MoECrossEntropyConfig(GateLossConfig, CrossEntropyConfig):
 @register_criterion("moe_cross_entropy", MoECrossEntropyConfig)
 class MoECrossEntropy(AddsGateLoss, CrossEntropy):
     """Cross entropy with a gate loss: ``sum over targets of (-log p + weight * gate loss)``."""
+
+    without_experts = "cross_entropy"

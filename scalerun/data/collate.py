@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from scalerun.data.batch import IGNORE_INDEX, Batch
 from scalerun.data.token_block_dataset import TokenBlock
+
+Collate: TypeAlias = Callable[[Sequence[Any], Sequence[int]], Batch]
+"""Makes a batch of sequences and of their numbers in the epoch."""
 
 
 @dataclass(frozen=True)

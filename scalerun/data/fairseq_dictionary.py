@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from scalerun.data.base_tokenizer import BaseTokenizer
@@ -13,6 +14,8 @@ BOS, PAD, EOS, UNK = range(4)
 NUM_SPECIAL = 4
 FILLER = "madeupword"
 """How the names of symbols begin that only fill a vocabulary up."""
+_NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?")
+"""Counts, or the scores that sentencepiece exports in their place."""
 
 
 def read_fairseq_dictionary(path: Path, flag: str = "--dict") -> dict[str, int]:
@@ -38,7 +41,7 @@ def read_fairseq_dictionary(path: Path, flag: str = "--dict") -> dict[str, int]:
         if not line and i == len(lines):
             break
         symbol, _, count = line.rpartition(" ")
-        if not symbol or not count.isdecimal():
+        if not symbol or not _NUMBER.fullmatch(count):
             raise UserError(f"{name}:{i} is {line!r}; a line is a symbol, a space, a count")
         if symbol in numbers:
             raise UserError(f"{name}:{i} has {symbol!r} a second time")

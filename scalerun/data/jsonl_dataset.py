@@ -24,8 +24,8 @@ class BadRecord(ValueError):
 class ReadCounts:
     """What became of the lines of a file.
 
-    ``lines = blank + empty + quarantined + other_part + documents``. A ``.txt`` file counts
-    as one line.
+    ``lines = blank + empty + quarantined + other_part + documents + continued``. A ``.txt`` file
+    that is one document counts as one line.
     """
 
     lines: int = 0
@@ -38,6 +38,8 @@ class ReadCounts:
     other_part: int = 0
     """Documents on the other side, where ``--valid-fraction`` divides the text."""
     documents: int = 0
+    continued: int = 0
+    """Lines behind the first of a document, in files of one sentence a line."""
 
     def describe(self) -> str:
         """For people: what there is, and what was left out."""

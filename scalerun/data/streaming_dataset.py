@@ -11,7 +11,7 @@ from typing import Any
 from scalerun.data.base_dataset import BaseDataset, DatasetCounts
 from scalerun.data.base_tokenizer import content_digest
 from scalerun.data.batch import Batch
-from scalerun.data.collate import Collater
+from scalerun.data.collate import Collate
 from scalerun.data.document_kind import PLAIN_TEXT
 from scalerun.data.jsonl_dataset import QuarantinedRecord, ReadCounts
 from scalerun.data.layout import Split, TextFile
@@ -19,7 +19,7 @@ from scalerun.data.mixture_dataset import Mixture, corpus_sizes
 from scalerun.data.permutation import Purpose, permutation
 from scalerun.data.preparation import BackgroundPreparation
 from scalerun.data.quarantine import QuarantineFile
-from scalerun.data.token_block_dataset import Packing, TokenBlock, TokenBlockDataset
+from scalerun.data.token_block_dataset import BlockDataset, Ints, Packing, TokenBlockDataset
 from scalerun.data.token_cache import TokenCache
 from scalerun.data.token_file import TokenFile
 from scalerun.dataclass.errors import UserError
@@ -53,7 +53,7 @@ class Recipe:
     mixture: Mixture = field(default_factory=Mixture)
 
 
-class StreamingTextDataset(BaseDataset[TokenBlock]):
+class StreamingTextDataset(BaseDataset[Any]):
     """The sequences of one split.
 
     Within a shard, documents are permuted and cut into sequences, which are permuted again; both
@@ -73,7 +73,7 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
         cache: TokenCache,
         *,
         recipe: Recipe,
-        collater: Collater,
+        collater: Collate,
         quarantine: QuarantineFile,
     ) -> None:
         recipe.mixture.check_names(split.corpora)
@@ -91,7 +91,7 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
         self._num_samples: dict[int, int] = {}
         self._background = BackgroundPreparation(cache)
         self._open_files: OrderedDict[int, list[TokenFile]] = OrderedDict()
-        self._open_shards: OrderedDict[tuple[int, int], TokenBlockDataset] = OrderedDict()
+        self._open_shards: OrderedDict[tuple[int, int], BlockDataset[Any]] = OrderedDict()
         self._fingerprint = self._make_fingerprint()
         self._survey()
 
@@ -141,7 +141,7 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
                 f"{lines.empty} empty and {lines.quarantined} bad; check the text files"
             )
 
-    def shard(self, epoch: int, index: int) -> Sequence[TokenBlock]:
+    def shard(self, epoch: int, index: int) -> Sequence[Any]:
         key = (epoch if self.recipe.seed is not None else 1, index)
         if key not in self._open_shards:
             self._open_shards[key] = self._arrange(epoch, index)
@@ -155,7 +155,7 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
         if self._background.start(self.split.shards[index]):
             self._prefetched.add(index)
 
-    def collate(self, samples: Sequence[TokenBlock], sample_ids: Sequence[int]) -> Batch:
+    def collate(self, samples: Sequence[Any], sample_ids: Sequence[int]) -> Batch:
         return self.collater(samples, sample_ids)
 
     def counts(self) -> DatasetCounts:
@@ -186,6 +186,10 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
             for i, files in enumerate(self.split.shards)
             for file in files
         ]
+        return "-".join(content_digest(*each)[:DIGEST_DIGITS] for each in (text, self._settings()))
+
+    def _settings(self) -> list[str]:
+        """What decides which sequences there are, apart from the text."""
         recipe = self.recipe
         settings = [
             self.cache.tokenizer.digest,
@@ -196,7 +200,7 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
             settings.append(repr(self.cache.part))
         if self.cache.kind is not PLAIN_TEXT:
             settings.append(self.cache.kind.name)
-        return "-".join(content_digest(*part)[:DIGEST_DIGITS] for part in (text, settings))
+        return settings
 
     def _survey(self) -> None:
         """Look at the shards that the cache holds already, so that totals are known early."""
@@ -242,7 +246,7 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
             )
         return tokens
 
-    def _arrange(self, epoch: int, index: int) -> TokenBlockDataset:
+    def _arrange(self, epoch: int, index: int) -> BlockDataset[Any]:
         files = self._files(index)
         seed = self.recipe.seed
         corpora = [file.corpus for file in self.split.shards[index]]
@@ -250,19 +254,29 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
         if seed is not None:
             order = permutation(len(documents), seed, epoch, index, Purpose.DOCUMENTS)
             documents = documents[order]
-        end_id = self.cache.tokenizer.dictionary.eos
-        blocks = TokenBlockDataset(files, documents, self.recipe.packing, end_id=end_id)
+        blocks = self._cut(files, documents, epoch, index)
         if seed is not None:
             blocks.reorder(permutation(len(blocks), seed, epoch, index, Purpose.BLOCKS))
         self._num_samples[index] = len(blocks)
         if blocks.num_dropped:
-            logger.info(
-                "%s, shard %d: --sample-break-mode %s drops %d of %d tokens; %d long documents "
-                "lose %s",
-                self.name, index, self.recipe.packing.break_mode, blocks.num_dropped,
-                blocks.num_tokens, blocks.num_long, self.cache.kind.cut,
-            )  # fmt: skip
+            self._report_dropped(blocks, index)
         return blocks
+
+    def _cut(
+        self, files: Sequence[TokenFile], documents: Ints, epoch: int, index: int
+    ) -> BlockDataset[Any]:
+        """The sequences of a shard's documents, in the order of the documents."""
+        end_id = self.cache.tokenizer.dictionary.eos
+        return TokenBlockDataset(files, documents, self.recipe.packing, end_id=end_id)
+
+    def _report_dropped(self, blocks: BlockDataset[Any], index: int) -> None:
+        assert isinstance(blocks, TokenBlockDataset)
+        logger.info(
+            "%s, shard %d: --sample-break-mode %s drops %d of %d tokens; %d long documents "
+            "lose %s",
+            self.name, index, self.recipe.packing.break_mode, blocks.num_dropped,
+            blocks.num_tokens, blocks.num_long, self.cache.kind.cut,
+        )  # fmt: skip
 
     def _report_bad_records(self, records: Sequence[QuarantinedRecord]) -> None:
         if not records:

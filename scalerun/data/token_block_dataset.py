@@ -7,10 +7,11 @@ the input before the first document is the end symbol, which so also means "a do
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, Protocol, overload
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ SEPARATOR_TOKENS = 1
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Block = TypeVar("Block")
 
 
 class TokenRow(Protocol):
@@ -103,7 +105,42 @@ class Packing:
         return max(-(-(tokens - self.context_window) // self.stride), 1) if tokens else 0
 
 
-class TokenBlockDataset(Sequence[TokenBlock]):
+class BlockDataset(Sequence[Block], Generic[Block]):
+    """The sequences of one shard, in a given order."""
+
+    _order: Ints | None = None
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Tokens of all documents, ends included."""
+
+    @property
+    @abstractmethod
+    def num_dropped(self) -> int:
+        """Tokens that no sequence holds."""
+
+    @abstractmethod
+    def _block(self, number: int) -> Block:
+        """One sequence, numbered in the order in which they were cut."""
+
+    def reorder(self, order: Ints) -> None:
+        """Give the sequences another order: the i-th is from now on the ``order[i]``-th."""
+        self._order = order
+
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Block]: ...
+    def __getitem__(self, index: int | slice) -> Block | list[Block]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        return self._block(index % len(self) if self._order is None else int(self._order[index]))
+
+
+class TokenBlockDataset(BlockDataset[TokenBlock]):
     """The sequences of one shard, in a given order. Any one is found in O(log documents).
 
     Args:
@@ -142,7 +179,6 @@ class TokenBlockDataset(Sequence[TokenBlock]):
         self._spans = None
         if packing.break_mode != "none":
             self._spans = _spans(self._ends, packing, stops, self._sources)
-        self._order: Ints | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -162,31 +198,18 @@ class TokenBlockDataset(Sequence[TokenBlock]):
         """Documents that are longer than a sequence."""
         return int((np.diff(self._ends) > self._packing.tokens_per_sample).sum())
 
-    def reorder(self, order: Ints) -> None:
-        """Give the sequences another order: the i-th is from now on the ``order[i]``-th."""
-        self._order = order
-
     def __len__(self) -> int:
         if self._spans is not None:
             return len(self._spans[0])
         return self._packing.num_sequences(self.num_tokens)
 
-    @overload
-    def __getitem__(self, index: int) -> TokenBlock: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TokenBlock]: ...
-    def __getitem__(self, index: int | slice) -> TokenBlock | list[TokenBlock]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
-        block = index % len(self) if self._order is None else int(self._order[index])
+    def _block(self, number: int) -> TokenBlock:
         if self._spans is None:
-            start = block * self._packing.stride
+            start = number * self._packing.stride
             end = min(start + self._packing.tokens_per_sample, self.num_tokens)
-            repeated = self._packing.context_window if block else 0
+            repeated = self._packing.context_window if number else 0
         else:
-            first, end, repeated = (int(each[block]) for each in self._spans)
+            first, end, repeated = (int(each[number]) for each in self._spans)
             start = first - repeated
         return self._read(start, end, repeated)
 
@@ -267,9 +290,11 @@ def _spans(
     limit = packing.tokens_per_sample
     first, last = ends[:-1], ends[1:]
     if packing.break_mode == "complete":
-        first, last = _whole_documents(ends, limit)
+        cuts = ends[whole_units(ends, limit)]
+        first, last = cuts[:-1], cuts[1:]
     elif packing.break_mode == COMPLETE_DOC:
-        first, last = _whole_documents(ends, limit, stops)
+        cuts = ends[whole_units(ends, limit, _next_text(ends, stops))]
+        first, last = cuts[:-1], cuts[1:]
         text = last - first > SEPARATOR_TOKENS
         first, last = first[text], last[text]
     if sources is not None:
@@ -285,22 +310,34 @@ def _spans(
     return starts + repeated, np.minimum(starts + limit, np.repeat(last, pieces)), repeated
 
 
-def _whole_documents(ends: Ints, limit: int, stops: Ints | None = None) -> tuple[Ints, Ints]:
-    """Spans of as many whole documents as fit into ``limit`` tokens, but at least one.
+def _next_text(ends: Ints, stops: Ints) -> Ints:
+    """(N,) for each item, the number of the first one that belongs to another text.
 
-    A document that ``stops`` names begins a span; where it is an empty line, it is one by itself.
+    An item that ``stops`` names begins a text; an empty line is one by itself.
+    """
+    numbers = np.arange(len(ends) - 1)
+    nearest = np.append(stops, len(numbers))[np.searchsorted(stops, numbers, side="right")]
+    return np.where(np.diff(ends) == SEPARATOR_TOKENS, numbers + 1, nearest)
+
+
+def whole_units(ends: Ints, limit: int, stops: Ints | None = None) -> Ints:
+    """Borders of runs of as many units as fit into ``limit`` tokens, but at least one.
+
+    Args:
+        ends: (N + 1,) cumulative tokens of the units, such as documents.
+        limit: tokens of a run.
+        stops: (N,) for each unit, the number of the first one that no run may take with it.
+
+    Returns:
+        (runs + 1,) numbers of units: 0, then the end of each run.
     """
     count = len(ends) - 1
     following = np.searchsorted(ends, ends[:-1] + limit, side="right") - 1
     following = np.maximum(following, np.arange(1, count + 1))
     if stops is not None:
-        stops = np.append(stops, count)
-        nearest = stops[np.searchsorted(stops, np.arange(count), side="right")]
-        alone = np.diff(ends) == SEPARATOR_TOKENS
-        following = np.where(alone, np.arange(1, count + 1), np.minimum(following, nearest))
+        following = np.minimum(following, stops)
     after = following.tolist()
     borders = [0]
     while borders[-1] < count:
         borders.append(after[borders[-1]])
-    cuts = ends[np.array(borders)]
-    return cuts[:-1], cuts[1:]
+    return np.array(borders)

@@ -206,8 +206,6 @@ class DatasetConfig(ScalerunDataclass):
         above_zero("--max-tokens", self.max_tokens)
         above_zero("--max-tokens-valid", self.max_tokens_valid)
         above_zero("--required-batch-size-multiple", self.required_batch_size_multiple)
-        if self.required_batch_size_multiple and not (self.max_tokens or self.max_tokens_valid):
-            raise ConfigError("--required-batch-size-multiple has no effect without --max-tokens")
         check_num_workers(self.num_workers)
         at_least("--data-buffer-size", self.data_buffer_size, 1)
         at_least("--validate-interval", self.validate_interval, 0)

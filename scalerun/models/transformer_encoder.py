@@ -121,8 +121,8 @@ class EncoderOutput(NamedTuple):
     features: Tensor
     """(B, T, D) after the last norm."""
     logits: Tensor | None = None
-    """(B, T, V); None for a model without an output layer. This rank's part of V where
-    :attr:`vocab_mesh` is not None."""
+    """(B, T, V), or (N, V) of selected tokens; None for a model without an output layer. This
+    rank's part of V where :attr:`vocab_mesh` is not None."""
     reports: tuple[Auxiliary, ...] = ()
     """One for each layer that has an auxiliary loss."""
     vocab_mesh: DeviceMesh | None = None
@@ -184,6 +184,7 @@ class TransformerEncoder(TransformerStack, BaseModel):
         positions_BT: Tensor | None = None,
         hidden_TT: Tensor | None = None,
         split: int | None = None,
+        selected_N: Tensor | None = None,
     ) -> EncoderOutput:
         """Features, and logits, of every token.
 
@@ -196,6 +197,8 @@ class TransformerEncoder(TransformerStack, BaseModel):
                 count from the first token that is not padding.
             hidden_TT: (T, T) bool, True where query (row) may not see key (column).
             split: tokens of the first kind, for multiway layers; None if all are.
+            selected_N: (N,) int64, which of the B * T tokens, row by row, logits are wanted of;
+                None for all.
 
         Raises:
             ValueError: neither or both of tokens and vectors are given, more tokens than learned
@@ -227,7 +230,8 @@ class TransformerEncoder(TransformerStack, BaseModel):
         if self.final_norm is not None:
             x_BTD = normed(self.final_norm, x_BTD, context)
         x_BTD = gather_from_sequence(x_BTD, time_mesh, partial_gradient=False)
-        return EncoderOutput(x_BTD, self.logits(x_BTD), tuple(reports), self.vocab_mesh)
+        shown = x_BTD if selected_N is None else x_BTD.flatten(0, 1).index_select(0, selected_N)
+        return EncoderOutput(x_BTD, self.logits(shown), tuple(reports), self.vocab_mesh)
 
     def _context(
         self,
@@ -261,7 +265,7 @@ class TransformerEncoder(TransformerStack, BaseModel):
         return replace(context, bias_BHTS=bias_BHTT, empty_rows_B1T1=empty_rows)
 
     def logits(self, x_BTD: Tensor) -> Tensor | None:
-        """(B, T, V) from features, or this rank's part of the vocabulary, or None."""
+        """(..., V) from (..., D) features, or this rank's part of the vocabulary, or None."""
         if not self.has_output:
             return None
         x_BTD = copy_to(x_BTD, self.vocab_mesh)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scalerun.dataclass.errors import ConfigError
-from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.distributed.sharding import empty_parameter, part_of
 from scalerun.models.base_model import register_model, register_model_architecture
@@ -35,7 +35,9 @@ HEAD_EPS = 1e-5
 class TransformerMLMConfig(TransformerEncoderConfig):
     """Settings of an encoder whose output layer is BERT's head on the token embedding."""
 
-    share_encoder_input_output_embed: bool = True
+    share_encoder_input_output_embed: bool = option(
+        True, "use the encoder's token embedding as output projection; it has no other"
+    )
 
     def validate(self) -> None:
         super().validate()
@@ -123,6 +125,13 @@ class TransformerMLM(TransformerEncoder):
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         return self.head(x_BTD, self.embedding.tokens.weight)
+
+    def head_flops(self) -> int:
+        """Operations of forward and backward of the head for one token."""
+        return 6 * (self.head.dense.weight.numel() + self.embedding.tokens.weight.numel())
+
+    def training_flops_per_token(self, sequence_length: int) -> int:
+        return self.flops_per_token(sequence_length) + self.head_flops()
 
 
 @register_model_architecture(MODEL, "mlm_base")

@@ -2,6 +2,7 @@
 
 from scalerun.tasks import (
     language_modeling,
+    pretraining,
     streaming_finetune_language_modeling,
     streaming_language_modeling,
     translation,
@@ -12,6 +13,7 @@ __all__ = [
     "TASK_REGISTRY",
     "BaseTask",
     "language_modeling",
+    "pretraining",
     "register_task",
     "setup_task",
     "streaming_finetune_language_modeling",

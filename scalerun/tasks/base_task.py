@@ -168,6 +168,10 @@ class BaseTask(ABC):
         """Sizes and padding symbols, as :func:`build_model` calls them."""
         return {"vocab_size": len(self.dictionary), "padding_idx": self.dictionary.pad}
 
+    def flops_per_target(self, model: BaseModel) -> int:
+        """Floating-point operations of forward and backward for one target token."""
+        return model.training_flops_per_token(self.sequence_length)
+
     def check_meshes(self, meshes: ModelMeshes) -> None:
         """Refuse sequences that ``--sequence-parallel`` could not spread.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from scalerun.data.base_dataset import BaseDataset
 from scalerun.data.collate import Collater
 from scalerun.data.document_kind import PLAIN_TEXT, DocumentKind
 from scalerun.data.layout import TRAIN, VALID, Split, data_folder, find_sets, find_split
@@ -211,15 +212,7 @@ class StreamingLanguageModelingTask(BaseTask):
         )
 
     def data_report(self) -> list[dict[str, Any]]:
-        reports = []
-        for key, dataset in self._datasets.items():
-            assert isinstance(dataset, StreamingTextDataset)
-            reports += dataset.reports
-            dataset.reports = []
-            if self._described.get(key) != len(dataset.summaries):
-                self._described[key] = len(dataset.summaries)
-                reports.append(_describe(dataset))
-        return reports
+        return new_reports(self._datasets, self._described)
 
 
 def require_decoder(
@@ -242,6 +235,25 @@ def usable_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def new_reports(
+    datasets: Mapping[Any, BaseDataset[Any]], described: dict[Any, int]
+) -> list[dict[str, Any]]:
+    """What was found while texts were read since the last call.
+
+    Args:
+        described: shards of each dataset that the last call covered; brought up to date.
+    """
+    reports = []
+    for key, dataset in datasets.items():
+        assert isinstance(dataset, StreamingTextDataset)
+        reports += dataset.reports
+        dataset.reports = []
+        if described.get(key) != len(dataset.summaries):
+            described[key] = len(dataset.summaries)
+            reports.append(_describe(dataset))
+    return reports
 
 
 def _describe(dataset: StreamingTextDataset) -> dict[str, Any]:
