@@ -11,7 +11,10 @@ import json
 import os
 import sys
 
-COMMANDS = ("train", "validate", "interactive_cli", "train_tokenizer", "convert", "checkpoint")
+COMMANDS = (
+    "train", "validate", "interactive_cli", "train_tokenizer", "convert", "checkpoint",
+    "preprocess",
+)  # fmt: skip
 IMPORTED_LATE = (
     "scalerun.cli.assembly",
     "scalerun.cli.inference",
