@@ -29,6 +29,8 @@ WARMUP = 2
 
 Key = tuple[int, bool]
 """Ranks, and whether with the flag."""
+Numbers = tuple[float, float]
+"""Updates per second, and CPU seconds of the run with all that comes before its first update."""
 
 
 def write_corpus(folder: Path) -> None:
@@ -55,26 +57,31 @@ def flags(data: Path, save_dir: Path, key: Key, updates: int) -> list[str]:
     ]  # fmt: skip
 
 
-def measure(key: Key, data: Path, updates: int) -> float:
-    """Updates per second of a run, after those that warm up."""
+def measure(key: Key, data: Path, updates: int) -> Numbers:
+    """What a run costs; those updates that warm up do not count for the speed."""
     with tempfile.TemporaryDirectory() as folder:
         words = flags(data, Path(folder), key, updates)
-        run([sys.executable, "-m", "scalerun.cli.train", *words], quiet_environment(1))
+        cost = run([sys.executable, "-m", "scalerun.cli.train", *words], quiet_environment(1))
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
     first, last = records[WARMUP - 1], records[-1]
     updates_done = last["num_updates"] - first["num_updates"]
-    return float(updates_done / (last["train_wall"] - first["train_wall"]))
+    return updates_done / (last["train_wall"] - first["train_wall"]), cost.cpu_s
 
 
-def table(found: dict[Key, list[float]]) -> str:
-    """Medians and ranges, and of the ratio of each round."""
-    lines = ["| ranks | without | with the flag | with / without |", "|---|---|---|---|"]
+def table(found: dict[Key, list[Numbers]], updates: int) -> str:
+    """Medians and ranges of the speed, of its ratio in each round, and of what the flag adds."""
+    head = ["ranks", "updates/s without", "with", "with / without", "more CPU ms per update"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for ranks in sorted({ranks for ranks, _ in found}):
-        plain, tree = found[ranks, False], found[ranks, True]
-        ratios = [with_it / without for with_it, without in zip(tree, plain, strict=True)]
-        cells = " | ".join(shown(numbers) for numbers in (plain, tree, ratios))
-        lines.append(f"| {ranks} | {cells} |")
+        pairs = list(zip(found[ranks, False], found[ranks, True], strict=True))
+        columns = (
+            [plain for (plain, _), _ in pairs],
+            [tree for _, (tree, _) in pairs],
+            [tree / plain for (plain, _), (tree, _) in pairs],
+            [1e3 * (tree - plain) / updates for (_, plain), (_, tree) in pairs],
+        )
+        lines.append(f"| {ranks} | {' | '.join(map(shown, columns))} |")
     return "\n".join(lines)
 
 
@@ -90,7 +97,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("deterministic_reduce.jsonl"))
     options = parser.parse_args()
-    found: dict[Key, list[float]] = defaultdict(list)
+    found: dict[Key, list[Numbers]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder))
         for turn in range(options.rounds):
@@ -98,12 +105,17 @@ def main() -> None:
                 # Whoever comes first in one round comes last in the next.
                 for deterministic in (False, True) if turn % 2 == 0 else (True, False):
                     load = os.getloadavg()[0]
-                    speed = measure((ranks, deterministic), Path(folder), options.updates)
-                    found[ranks, deterministic].append(speed)
+                    numbers = measure((ranks, deterministic), Path(folder), options.updates)
+                    found[ranks, deterministic].append(numbers)
                     row = {"ranks": ranks, "deterministic": deterministic, "load": load}
                     with options.out.open("a", encoding="utf-8") as out:
-                        out.write(json.dumps(row | {"updates_per_s": speed}) + "\n")
-    print(table(found))
+                        out.write(
+                            json.dumps(
+                                row | dict(zip(("updates_per_s", "cpu_s"), numbers, strict=True))
+                            )
+                            + "\n"
+                        )
+    print(table(found, options.updates))
 
 
 if __name__ == "__main__":
