@@ -7,12 +7,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cpu_tests.world import run_world
 from scalerun.data.base_tokenizer import BaseTokenizer
 from scalerun.data.byte_tokenizer import ByteTokenizer
 from scalerun.data.continuation import Generation
 from scalerun.data.dictionary import Dictionary
+from scalerun.dataclass.configs import DistributedConfig
 from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.sampling_params import SamplingParams
+from scalerun.distributed.launch import form_ranks
+from scalerun.distributed.parallelize import parallelize
+from scalerun.distributed.ranks import ALONE, Ranks
 from scalerun.models.base_decoder import BaseDecoder, DecoderOutput
 from scalerun.models.base_model import build_model
 from scalerun.models.transformer_config import TransformerConfig
@@ -145,8 +150,11 @@ def real(seed: int = 1, **settings: Any) -> SequenceGenerator:
     return SequenceGenerator(model, BYTES)
 
 
-def translator(tokenizer: BaseTokenizer, seed: int = 2, **settings: Any) -> SequenceGenerator:
-    """A small encoder-decoder with drawn weights."""
+def translator(
+    tokenizer: BaseTokenizer, seed: int = 2, *, ranks: Ranks = ALONE, **settings: Any
+) -> SequenceGenerator:
+    """A small encoder-decoder with drawn weights, which several ranks share."""
+    sharing = DistributedConfig()
     cfg = TransformerMTConfig(
         **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in SIZES},
         max_source_positions=20,
@@ -160,12 +168,20 @@ def translator(tokenizer: BaseTokenizer, seed: int = 2, **settings: Any) -> Sequ
         padding_idx=tokenizer.dictionary.pad,
         seed=seed,
         device=torch.device("cpu"),
+        prepare=lambda model: parallelize(
+            model,
+            ranks,
+            sharing,
+            units=model.shard_units(),
+            experts=model.expert_units(),
+            dtype=torch.float32,
+        ),
     )
     assert isinstance(model, TransformerMT)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)
-    return SequenceGenerator(model, tokenizer)
+    return SequenceGenerator(model, tokenizer, control=None if ranks is ALONE else ranks.control)
 
 
 SIZES = [("embed_dim", 16), ("attention_heads", 2), ("ffn_embed_dim", 32), ("layers", 2)]
@@ -628,3 +644,27 @@ def test_sources_are_for_encoders_and_encoders_need_them() -> None:
         translator(Letters()).generate([[]], [GREEDY])
     with pytest.raises(ValueError, match="an encoder-decoder needs sources"):
         toy().generate([[]], [GREEDY], sources=[[A]])
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_ranks_that_share_weights_write_what_one_rank_writes(beam: int) -> None:
+    lengths = [2, 3, 9, 6]
+    params = [
+        SamplingParams(beam=beam, temperature=float(beam > 1), max_new_tokens=n) for n in lengths
+    ]
+
+    def texts(generator: SequenceGenerator, share: slice) -> list[list[int]]:
+        sources, own = SOURCES[share], params[share]
+        return [a.tokens for a in generator.generate([[]] * len(own), own, sources=sources)]
+
+    def work(rank: int) -> tuple[list[list[int]], bool]:
+        ranks = form_ranks(DistributedConfig(), "cpu", local_rank=rank)
+        generator = translator(Letters(), ranks=ranks)
+        found = texts(generator, slice(0, 1) if rank == 0 else slice(1, 4))
+        generator.model(torch.tensor([SOURCES[0]]), torch.tensor([[EOS]])).logits.sum().backward()
+        gradients = [parameter.grad for parameter in generator.model.parameters()]
+        return found, all(gradient is not None for gradient in gradients)
+
+    (first, trains), (second, _) = run_world(2, work)
+    assert first + second == texts(translator(Letters()), slice(0, 4))
+    assert trains

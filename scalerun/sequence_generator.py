@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from scalerun.data.base_tokenizer import BaseTokenizer
 from scalerun.data.continuation import Continuation, Generation
@@ -68,7 +68,6 @@ class SequenceGenerator:
         # The separator comes first, and the last new token is never read.
         return None if context is None else max(context - prompt_length, 0)
 
-    @torch.inference_mode()
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -91,7 +90,7 @@ class SequenceGenerator:
                 too long for the encoder, or the model's output is not finite.
         """
         rows = self._rows(prompts, params, sources, on_text)
-        with _evaluating(self.model):
+        with self._evaluating():
             for batch in self._batches([row for row in rows if row.params.beam == 1]):
                 self._sample(batch)
             searched = self._search_all([row for row in rows if row.params.beam > 1])
@@ -100,7 +99,6 @@ class SequenceGenerator:
                 on_text(index, answers[0].text)
         return [searched[row.index][0] if row.index in searched else row.result() for row in rows]
 
-    @torch.inference_mode()
     def hypotheses(
         self,
         prompts: Sequence[Sequence[int]],
@@ -110,7 +108,7 @@ class SequenceGenerator:
     ) -> list[list[Generation]]:
         """All ``beam`` answers of each prompt's search, the best first; errors as in generate."""
         rows = self._rows(prompts, params, sources, None)
-        with _evaluating(self.model):
+        with self._evaluating():
             searched = self._search_all(rows)
         return [searched[row.index] for row in rows]
 
@@ -244,6 +242,18 @@ class SequenceGenerator:
         allowed_BV[early, self.eos] = float("-inf")
         return allowed_BV
 
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            # Weights that ranks share are gathered into tensors that training goes on with, so
+            # inference mode must not make those.
+            with torch.inference_mode(self.control is None), torch.no_grad():
+                yield
+        finally:
+            self.model.train(was_training)
+
     def _growing(self, rows: list[Continuation]) -> GrowingBatch:
         return GrowingBatch(
             self.model,
@@ -251,16 +261,6 @@ class SequenceGenerator:
             max_length=_columns(rows),
             control=self.control,
         )
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def _columns(rows: list[Continuation]) -> int:
