@@ -159,6 +159,30 @@ def make_corpus(data):
     return data
 
 
+def write_lines(path, lines):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def make_parallel_corpus(data):
+    """``train.en``, ``train.es``, ``valid.en``, ``valid.es``: 46 and 6 pairs of many lengths."""
+    words = dict(
+        zip("the cat dog sees a big red house".split(), ["el", "gato", "ve", "un"] * 2, strict=True)
+    )
+    english = [[*words][i % 8 :: 1 + i % 3][: 1 + i % 5] * (1 + i % 2) for i in range(46)]
+    spanish = [[words[word] for word in line] for line in english]
+    for name, part in (("train", slice(None)), ("valid", slice(3, 9))):
+        for language, lines in (("en", english), ("es", spanish)):
+            write_lines(data / f"{name}.{language}", [" ".join(line) for line in lines[part]])
+    return data
+
+
+@pytest.fixture
+def parallel_corpus(tmp_path):
+    """A folder of English and Spanish lines, a few kilobytes."""
+    return make_parallel_corpus(tmp_path / "parallel")
+
+
 @pytest.fixture
 def corpus(tmp_path):
     """A folder with two training shards and two validation sets, a few kilobytes."""
@@ -208,6 +232,11 @@ def undisturbed(fork_server, tmp_path_factory):
 @pytest.fixture(name="records", scope="session")
 def records_fixture():
     return records
+
+
+@pytest.fixture(name="write_lines", scope="session")
+def write_lines_fixture():
+    return write_lines
 
 
 @pytest.fixture(name="write_jsonl", scope="session")

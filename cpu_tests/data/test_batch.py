@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -36,3 +38,11 @@ def test_a_part_past_the_end_has_no_targets(batch):
         assert part.num_targets == 0
         assert (part.targets == IGNORE_INDEX).all()
         assert part.tokens.shape == part.targets.shape
+
+
+def test_every_part_has_the_whole_source(batch):
+    with_source = replace(batch, source=torch.ones(ROWS, 3, dtype=torch.long))
+    assert torch.equal(with_source.part(1, 2).source, with_source.source)
+    assert with_source.to(torch.device("meta")).source.device.type == "meta"
+    assert set(with_source.net_input()) == {"source_BM", "tokens_BT"}
+    assert "source_BM" not in batch.net_input()

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from cpu_tests.conftest import make_corpus
 from cpu_tests.layouts.layouts import EVERY_LAYOUT
 from cpu_tests.layouts.restoring import SAVED, check_after, save_at
+from cpu_tests.layouts.training import make_data
 from scalerun.checkpoint.consolidation import weight_entries
 from scalerun.checkpoint.manifest import read_manifest
 
@@ -22,7 +22,7 @@ NAMES = (
 def saved(tmp_path_factory):
     """The data, a run folder for each layout, and its state when it was saved."""
     home = tmp_path_factory.mktemp("saved")
-    data = make_corpus(home / "data")
+    data = make_data(home / "data")
     return data, save_at(NAMES, "moe", data, home)
 
 

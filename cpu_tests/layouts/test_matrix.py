@@ -2,11 +2,10 @@
 
 import pytest
 
-from cpu_tests.conftest import make_corpus
 from cpu_tests.layouts import test_deterministic_reduce
 from cpu_tests.layouts.layouts import EVERY_LAYOUT, agree, train_at
 from cpu_tests.layouts.restoring import check_after, save_at
-from cpu_tests.layouts.training import ARCHITECTURES
+from cpu_tests.layouts.training import ARCHITECTURES, make_data
 from cpu_tests.world import run_world
 
 pytestmark = [pytest.mark.layouts, pytest.mark.timeout(3000)]
@@ -14,7 +13,7 @@ pytestmark = [pytest.mark.layouts, pytest.mark.timeout(3000)]
 UPDATES = 20
 VARIANTS = {
     "plain": (),
-    "frozen": ("--freeze-params", "layers.0.*"),
+    "frozen": ("--freeze-params", "*layers.0.*"),
     "recomputed": ("--checkpoint-activations",),
     "without logits": ("--cross-entropy-chunk-tokens", "8"),
 }
@@ -24,7 +23,7 @@ VARIANTS = {
 def alone(tmp_path_factory):
     """The data, and the runs of one process by variant."""
     home = tmp_path_factory.mktemp("alone")
-    data = make_corpus(home / "data")
+    data = make_data(home / "data")
     runs = {
         variant: train_at(
             EVERY_LAYOUT["one"],
@@ -57,7 +56,7 @@ def test_20_updates_are_those_of_one_process(name, variant, alone, tmp_path):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_checkpoints_of_every_layout_go_on_at_every_other(architecture, tmp_path):
     names = [name for name, layout in EVERY_LAYOUT.items() if architecture in layout.architectures]
-    data = make_corpus(tmp_path / "data")
+    data = make_data(tmp_path / "data")
     states = save_at(names, architecture, data, tmp_path)
     for after in names:
         check_after(after, architecture, data, states, tmp_path / "after")

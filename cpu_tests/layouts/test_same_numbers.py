@@ -2,8 +2,8 @@
 
 import pytest
 
-from cpu_tests.conftest import make_corpus
 from cpu_tests.layouts.layouts import LAYOUTS, agree, train_at
+from cpu_tests.layouts.training import make_data
 from cpu_tests.world import run_world
 
 UPDATES = 5
@@ -13,7 +13,7 @@ UPDATES = 5
 def alone(tmp_path_factory):
     """The runs of one process, by architecture."""
     home = tmp_path_factory.mktemp("alone")
-    data = make_corpus(home / "data")
+    data = make_data(home / "data")
     return data, train_at(LAYOUTS["one"], data, home, updates=UPDATES)
 
 

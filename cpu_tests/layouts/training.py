@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from cpu_tests.conftest import make_corpus, make_parallel_corpus
 from scalerun.cli.assembly import build_parts
 from scalerun.cli.registries import CHOOSERS
 from scalerun.dataclass.configs import ScalerunConfig
@@ -19,13 +20,14 @@ BATCHES = 4
 """Of an update, over all ranks: the same ones at every layout."""
 
 COMMON = [
-    "--task", "streaming_language_modeling", "--tokenizer", "bytes", "--tokens-per-sample", "16",
-    "--batch-size", "2", "--lr", "0.01", "--clip-norm", "1", "--lr-scheduler", "inverse_sqrt",
-    "--warmup-updates", "2", "--cpu", "--log-format", "none", "--log-interval", "1",
-    "--no-epoch-checkpoints", "--seed", "3",
+    "--tokenizer", "bytes", "--batch-size", "2", "--lr", "0.01", "--clip-norm", "1",
+    "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "2", "--cpu", "--log-format", "none",
+    "--log-interval", "1", "--no-epoch-checkpoints", "--seed", "3",
 ]  # fmt: skip
+LANGUAGE = ["--task", "streaming_language_modeling", "--tokens-per-sample", "16"]
+TRANSLATION = ["--task", "translation", "--source-lang", "en", "--target-lang", "es"]
 DECODER = [
-    "--arch", "transformer_lm", "--decoder-layers", "2", "--decoder-embed-dim", "16",
+    *LANGUAGE, "--arch", "transformer_lm", "--decoder-layers", "2", "--decoder-embed-dim", "16",
     "--decoder-ffn-embed-dim", "32", "--decoder-attention-heads", "4",
 ]  # fmt: skip
 ARCHITECTURES = {
@@ -40,11 +42,23 @@ ARCHITECTURES = {
         "--share-decoder-input-output-embed",
     ],
     "retnet": [
-        "--arch", "retnet_lm", "--decoder-layers", "2", "--decoder-embed-dim", "16",
+        *LANGUAGE, "--arch", "retnet_lm", "--decoder-layers", "2", "--decoder-embed-dim", "16",
         "--decoder-value-embed-dim", "32", "--decoder-ffn-embed-dim", "32",
         "--decoder-retention-heads", "2",
     ],
+    "encoder-decoder": [
+        *TRANSLATION, "--arch", "transformer_mt", "--encoder-layers", "1", "--encoder-embed-dim",
+        "16", "--encoder-ffn-embed-dim", "32", "--encoder-attention-heads", "4",
+        "--decoder-layers", "2", "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "32",
+        "--decoder-attention-heads", "4", "--share-all-embeddings", "--dropout", "0",
+    ],
 }  # fmt: skip
+
+
+def make_data(data):
+    """A folder with text for every task."""
+    make_corpus(data)
+    return make_parallel_corpus(data)
 
 
 @dataclass

@@ -2,7 +2,9 @@ import pytest
 import torch
 
 from scalerun.data.byte_tokenizer import ByteTokenizer
+from scalerun.data.length_batches import BatchLimits
 from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.distributed.mesh import ModelMeshes
 from scalerun.tasks import base_task
 from scalerun.tasks.base_task import BaseTask, UnknownVocabulary
@@ -106,3 +108,12 @@ def test_a_checkpoint_of_another_vocabulary_is_refused():
 def test_a_checkpoint_that_does_not_know_its_vocabulary_is_taken_on_trust(caplog):
     Task().load_state_dict(UnknownVocabulary(264).state_dict())
     assert "only that it has 264 symbols" in caplog.text
+
+
+def test_tokens_of_a_batch_are_refused_where_nothing_counts_them():
+    task = Task(ScalerunDataclass().named("mine"))
+    sentences, tokens = BatchLimits(max_sentences=4), BatchLimits(max_tokens=4)
+    task.set_batch_limits(train=sentences, valid=sentences)
+    for limits in ({"train": tokens, "valid": sentences}, {"train": sentences, "valid": tokens}):
+        with pytest.raises(ConfigError, match="--max-tokens is for sequences .* --task mine does"):
+            task.set_batch_limits(**limits)

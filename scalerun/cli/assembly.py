@@ -12,6 +12,7 @@ import torch
 from scalerun.checkpoint.checkpoint_manager import CheckpointManager
 from scalerun.cli.inference import ASSETS_FOLDER, CONFIG_FILE
 from scalerun.criterions.base_criterion import build_criterion
+from scalerun.data.length_batches import train_limits, valid_limits
 from scalerun.data.loader import BatchLoader
 from scalerun.dataclass.configs import ScalerunConfig
 from scalerun.dataclass.errors import ConfigError, UserError
@@ -56,6 +57,7 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> Tr
         cache_dir=save_dir / "cache",
         quarantine=save_dir / "quarantine.jsonl" if ranks.is_main else Path(os.devnull),
     )
+    task.set_batch_limits(train=train_limits(cfg.dataset), valid=valid_limits(cfg.dataset))
     if isinstance(cfg.model, MemoryConfig):
         cfg.model.check_training(on_cpu=device.type == "cpu", compiled=cfg.common.compile)
     valid_subsets = choose_valid_subsets(cfg, task)
@@ -152,10 +154,9 @@ def build_run_sinks(cfg: ScalerunConfig, save_dir: Path) -> BaseSink:
 def build_loader(cfg: ScalerunConfig, task: BaseTask, ranks: Ranks = ALONE) -> BatchLoader:
     """The loader of the training set."""
     data = cfg.dataset
-    assert data.batch_size is not None
     return BatchLoader(
         task.load_dataset(data.train_subset, training=True),
-        batch_size=data.batch_size,
+        batch_size=data.batch_size or 1,
         update_freq=cfg.optimization.update_freq_at,
         num_workers=data.num_workers,
         buffer_size=data.data_buffer_size,

@@ -20,6 +20,7 @@ from scalerun.checkpoint.checkpoint_manager import (
     run_file,
 )
 from scalerun.cli.registries import CHOOSERS
+from scalerun.data.length_batches import train_limits, valid_limits
 from scalerun.dataclass.configs import ScalerunConfig
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import config_from_dict
@@ -85,6 +86,7 @@ def load_for_inference(
         cache_dir=_cache_dir(checkpoint.parent),
         quarantine=Path(os.devnull),
     )
+    task.set_batch_limits(train=train_limits(cfg.dataset), valid=valid_limits(cfg.dataset))
     model = task.build_model(cfg.model, seed=cfg.common.seed, device=device)
     state = read_state(checkpoint)
     _load_weights(checkpoint, model, state, use_ema=use_ema)
@@ -112,12 +114,16 @@ def load_model(
     checkpoint = find_checkpoint(Path(path), "path")
     cfg = stored_config(checkpoint, user_dir)
     state = read_state(checkpoint)
+    size = state["task"]["vocabulary_size"]
+    source_size = state["task"].get("source_vocabulary_size", size)
+    source = {} if source_size == size else {"source_vocab_size": source_size}
     model = build_model(
         cfg.model,
-        vocab_size=state["task"]["vocabulary_size"],
+        vocab_size=size,
         padding_idx=padding_idx,
         seed=cfg.common.seed,
         device=device,
+        **source,
     )
     _load_weights(checkpoint, model, state, use_ema=False)
     return model.eval()

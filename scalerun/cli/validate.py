@@ -11,6 +11,7 @@ from scalerun.cli.entry import run_cli
 from scalerun.cli.inference_config import InferenceConfig
 from scalerun.cli.output_file import prepare_output_file
 from scalerun.criterions.base_criterion import build_criterion
+from scalerun.data.length_batches import BatchLimits
 from scalerun.dataclass.configs import above_zero, check_num_workers
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
@@ -32,6 +33,9 @@ class ValidateConfig(InferenceConfig):
     batch_size: int | None = option(
         None, "sequences in a batch (default: as in training)", aliases=("--max-sentences",)
     )
+    max_tokens: int | None = option(
+        None, "tokens in a batch of sequences of similar length (default: as in training)"
+    )
     max_valid_steps: int | None = option(None, "score at most this many batches of each set")
     num_workers: int = option(0, "processes that prepare batches")
     json: str | None = option(None, "also write the numbers to this file")
@@ -41,6 +45,7 @@ class ValidateConfig(InferenceConfig):
         if not self.valid_subset:
             raise ConfigError("--valid-subset is empty; name a set to score")
         above_zero("--batch-size", self.batch_size)
+        above_zero("--max-tokens", self.max_tokens)
         above_zero("--max-valid-steps", self.max_valid_steps)
         check_num_workers(self.num_workers)
 
@@ -70,10 +75,13 @@ def score(cfg: ValidateConfig) -> list[SubsetResult]:
     )
     precision = cfg.precision(run.cfg.common, device)
     dataset = run.cfg.dataset
+    if cfg.batch_size is not None or cfg.max_tokens is not None:
+        limits = BatchLimits(cfg.batch_size, cfg.max_tokens)
+        run.task.set_batch_limits(train=limits, valid=limits)
     subsets = run.task.valid_subsets(cfg.valid_subset)
     if not subsets:
         raise UserError(
-            f"{cfg.data or 'the data'} has no validation set; name a folder below DATA with "
+            f"{cfg.data or 'the data'} has no validation set; name a set in DATA with "
             "--valid-subset, or score the training text with --valid-subset train"
         )
     results = []

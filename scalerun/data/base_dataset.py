@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from scalerun.data.batch import Batch
 
@@ -34,6 +34,9 @@ class BaseDataset(ABC, Generic[Sample]):
     The order of the samples of an epoch is a pure function of (seed, epoch, fingerprint, block
     settings): it knows neither ranks nor workers nor batch sizes.
     """
+
+    whole_batches: ClassVar[bool] = False
+    """Whether each sample is a batch by itself, of as many sequences as fit."""
 
     @property
     def name(self) -> str:

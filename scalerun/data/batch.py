@@ -15,7 +15,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of equal length (B sequences, T tokens).
+    """Sequences of equal length (B sequences, T tokens; M tokens of their sources).
 
     ``targets[b, t]`` is the token that follows ``tokens[b, t]``. The document of a position is the
     document of its *target*: the separator before a document already belongs to that document.
@@ -33,6 +33,8 @@ class Batch:
     """(B, T) int64 from 0, when positions restart at each document; None counts from 0."""
     document_ids: Tensor | None = None
     """(B, T) int64, when attention must stay inside a document; None does not restrict it."""
+    source: Tensor | None = None
+    """(B, M) int64, what an encoder reads; None for models without one."""
 
     @property
     def num_samples(self) -> int:
@@ -41,6 +43,8 @@ class Batch:
 
     def net_input(self) -> dict[str, Tensor | None]:
         """Keyword arguments for the model."""
+        if self.source is not None:
+            return {"source_BM": self.source, "tokens_BT": self.tokens}
         return {
             "tokens_BT": self.tokens,
             "positions_BT": self.positions,
@@ -50,7 +54,8 @@ class Batch:
     def part(self, index: int, length: int) -> Self:
         """Part ``index`` (from 0) of all sequences, cut every ``length`` tokens.
 
-        What is past the end has no targets. No earlier token may see it.
+        What is past the end has no targets. No earlier token may see it. Each part has the whole
+        source.
         """
 
         def cut(x: Tensor, filler: int) -> Tensor:

@@ -151,7 +151,7 @@ def parse_record(line: bytes) -> str:
         BadRecord: there is none.
     """
     try:
-        record = json.loads(_decode(line), object_pairs_hook=_object)
+        record = json.loads(decode_line(line), object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise BadRecord(f"not JSON: {error.msg} at character {error.pos + 1}") from error
     except RecursionError as error:
@@ -184,7 +184,7 @@ def parse_text(content: bytes) -> str:
     Raises:
         BadRecord: it is not UTF-8, or has NUL bytes as binary files do.
     """
-    text = _decode(content.removeprefix(b"\xef\xbb\xbf"))
+    text = decode_line(content.removeprefix(b"\xef\xbb\xbf"))
     if "\0" in text:
         raise BadRecord(f"a binary file (NUL byte at character {text.index(chr(0)) + 1})")
     return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -203,7 +203,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _DuplicateKey:
     return _DuplicateKey(next(key for key in keys if keys.count(key) > 1))
 
 
-def _decode(content: bytes) -> str:
+def decode_line(content: bytes) -> str:
+    """Text of UTF-8 bytes.
+
+    Raises:
+        BadRecord: they are not.
+    """
     try:
         return content.decode()
     except UnicodeDecodeError as error:

@@ -31,7 +31,8 @@ class BatchLoader:
 
     The order of sequences is the dataset's; ranks, workers and batch sizes only cut it. An update
     takes ``batch_size * update_freq(epoch) * data_size`` sequences, the last of an epoch what is
-    left, so that every sequence is used once an epoch.
+    left, so that every sequence is used once an epoch. Where a sample of the dataset is a whole
+    batch, one of them takes the place of ``batch_size`` sequences.
 
     Args:
         dataset: where the sequences come from.
@@ -57,6 +58,7 @@ class BatchLoader:
         max_epoch: int = 0,
     ) -> None:
         self.dataset = dataset
+        batch_size = 1 if dataset.whole_batches else batch_size
         self.cut = Cut(batch_size, update_freq, data_rank, data_size)
         self.num_workers = num_workers
         self.buffer_size = buffer_size
@@ -134,6 +136,12 @@ class BatchLoader:
         )
         if found < wanted:
             ranks = f" x {cut.data_size} ranks" if cut.data_size > 1 else ""
+            if self.dataset.whole_batches:
+                raise UserError(
+                    f"--update-freq {cut.update_freq(plan.epoch)}{ranks} = {wanted} batches in an "
+                    f"update, but an epoch of {self.dataset.name} has {found}; lower it, or the "
+                    "size of a batch (--max-tokens, --batch-size)"
+                )
             raise UserError(
                 f"--batch-size {cut.batch_size} x --update-freq {cut.update_freq(plan.epoch)}"
                 f"{ranks} = {wanted} sequences in an update, but an epoch of {self.dataset.name} "
@@ -178,7 +186,7 @@ def valid_batches(
     Raises:
         UserError: the data is empty or cannot be read.
     """
-    cut = Cut(batch_size, lambda epoch: 1, data_rank, data_size)
+    cut = Cut(1 if dataset.whole_batches else batch_size, lambda epoch: 1, data_rank, data_size)
     updates = plan_updates(dataset, Position(), cut, max_epoch=1)
     plans = itertools.islice(itertools.chain.from_iterable(updates), max_steps)
     for _, batch in make_batches(dataset, plans, num_workers, buffer_size):

@@ -55,6 +55,7 @@ class TokenCache:
         skip_bad_records: leave bad records out instead of stopping at the first.
         num_threads: threads of the tokenizer.
         part: which documents to keep; None for all.
+        reader: gives the documents of a file.
 
     Raises:
         UserError: the folder cannot be made or written to.
@@ -68,12 +69,14 @@ class TokenCache:
         skip_bad_records: bool = False,
         num_threads: int = 1,
         part: Part | None = None,
+        reader: type[JsonlDataset] = JsonlDataset,
     ) -> None:
         self.folder = folder
         self.tokenizer = tokenizer
         self.skip_bad_records = skip_bad_records
         self.num_threads = num_threads
         self.part = part
+        self.reader = reader
         with self._explained():
             folder.mkdir(parents=True, exist_ok=True)
         self.digests = DigestMemo(folder / "digests.json")
@@ -154,7 +157,7 @@ class TokenCache:
         before = file.path.stat()
         quarantined: list[QuarantinedRecord] = []
         on_bad_record = quarantined.append if self.skip_bad_records else None
-        documents = JsonlDataset(file, on_bad_record, part=self.part)
+        documents = self.reader(file, on_bad_record, part=self.part)
         for texts in _in_batches(documents):
             if should_stop():
                 raise PreparationStopped(f"{file.path} was not tokenised to its end")

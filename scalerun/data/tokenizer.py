@@ -23,6 +23,8 @@ def load_tokenizer(
     vocab_filename: str | None = None,
     merges_filename: str | None = None,
     end_of_document_symbol: str | None = None,
+    *,
+    flag: str = "--tokenizer",
 ) -> BaseTokenizer:
     """The tokenizer that the flags name.
 
@@ -31,6 +33,7 @@ def load_tokenizer(
         vocab_filename: GPT-2's ``vocab.json``, given with ``merges_filename`` instead of ``spec``.
         merges_filename: GPT-2's ``merges.txt``.
         end_of_document_symbol: the symbol that ends a document, when it is not the usual one.
+        flag: what ``spec`` was given with.
 
     Raises:
         ConfigError: none is named, or two are.
@@ -42,13 +45,13 @@ def load_tokenizer(
         if vocab_filename or merges_filename:
             raise ConfigError("--vocab-filename and --merges-filename are given together")
         raise ConfigError(
-            "--tokenizer is required: bytes, a sentencepiece .model file or a tokenizers .json file"
+            f"{flag} is required: bytes, a sentencepiece .model file or a tokenizers .json file"
         )
     if spec == BYTES:
         if end_of_document_symbol not in (None, SPECIAL_SYMBOLS[2]):
             raise ConfigError("--end-of-document-symbol does not apply to --tokenizer bytes")
         return ByteTokenizer()
-    tokenizer = _from_files(spec, vocab_filename, merges_filename, end_of_document_symbol)
+    tokenizer = _from_files(spec, vocab_filename, merges_filename, end_of_document_symbol, flag)
     if not tokenizer.is_lossless():
         logger.warning(
             "%s does not keep line ends, tabs or repeated spaces; generated text will lack them",
@@ -58,7 +61,7 @@ def load_tokenizer(
 
 
 def _from_files(
-    spec: str | None, vocab: str | None, merges: str | None, end_symbol: str | None
+    spec: str | None, vocab: str | None, merges: str | None, end_symbol: str | None, flag: str
 ) -> BaseTokenizer:
     if spec is None:
         assert vocab is not None
@@ -66,7 +69,7 @@ def _from_files(
         return JsonTokenizer.from_vocab_and_merges(
             _existing("--vocab-filename", vocab), _existing("--merges-filename", merges), end_symbol
         )
-    path = _existing("--tokenizer", spec)
+    path = _existing(flag, spec)
     if path.suffix == ".json":
         return JsonTokenizer.from_json(path, end_symbol)
     return SentencePieceTokenizer(path, end_symbol)

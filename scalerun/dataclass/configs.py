@@ -171,6 +171,19 @@ class DatasetConfig(ScalerunDataclass):
         "sequences in a validation batch (default: --batch-size)",
         aliases=("--max-sentences-valid",),
     )
+    max_tokens: int | None = option(
+        None,
+        "tokens in a batch on each data-parallel rank, padding included, of sequences of similar "
+        "length; for tasks whose sequences have lengths of their own",
+    )
+    max_tokens_valid: int | None = option(
+        None, "tokens in a validation batch (default: --max-tokens)"
+    )
+    required_batch_size_multiple: int | None = option(
+        None,
+        "where --max-tokens allows more sequences than this, their number is a multiple of it "
+        "(default: 8)",
+    )
     num_workers: int = option(0, "processes that prepare batches; 0 prepares them in the main one")
     data_buffer_size: int = option(10, "batches that each worker prepares ahead")
     train_subset: str = option("train", "folder below DATA to train on")
@@ -189,6 +202,11 @@ class DatasetConfig(ScalerunDataclass):
             raise ConfigError("--valid-subset is empty; name a set, or give --disable-validation")
         above_zero("--batch-size", self.batch_size)
         above_zero("--batch-size-valid", self.batch_size_valid)
+        above_zero("--max-tokens", self.max_tokens)
+        above_zero("--max-tokens-valid", self.max_tokens_valid)
+        above_zero("--required-batch-size-multiple", self.required_batch_size_multiple)
+        if self.required_batch_size_multiple and not (self.max_tokens or self.max_tokens_valid):
+            raise ConfigError("--required-batch-size-multiple has no effect without --max-tokens")
         check_num_workers(self.num_workers)
         at_least("--data-buffer-size", self.data_buffer_size, 1)
         at_least("--validate-interval", self.validate_interval, 0)
@@ -346,7 +364,7 @@ class ScalerunConfig(ScalerunDataclass):
 
     def validate(self) -> None:
         common, dataset, ckpt = self.common, self.dataset, self.checkpoint
-        if dataset.batch_size is None:
+        if dataset.batch_size is None and dataset.max_tokens is None:
             raise ConfigError("--batch-size is required: the number of sequences in a batch")
         opt = self.optimization
         if not (opt.max_update or opt.max_epoch or opt.stop_time_hours or opt.patience > 0):

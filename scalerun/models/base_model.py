@@ -246,6 +246,7 @@ def build_model(
     device: torch.device,
     meshes: ModelMeshes = ONE_RANK,
     prepare: Callable[[BaseModel], None] = lambda model: None,
+    **source: int | None,
 ) -> BaseModel:
     """The network that a configuration describes, on ``device``, in float32, with drawn weights.
 
@@ -256,6 +257,8 @@ def build_model(
         meshes: axes to spread layers over.
         prepare: called with the model while it is shapes alone, as what recomputes, compiles and
             shards it has to be.
+        source: ``source_vocab_size`` and ``source_padding_idx`` of an encoder-decoder whose source
+            has a vocabulary of its own.
 
     Raises:
         ConfigError: a setting is of another type, is no choice, or contradicts another one, or the
@@ -263,16 +266,17 @@ def build_model(
     """
     check_settings(cfg)
     if meshes.tensor is not None:
-        check_tensor_parallel(
-            cfg,
-            ranks=meshes.tensor.size(),
-            sequence_parallel=meshes.sequence_parallel,
-            vocab_size=vocab_size,
-        )
+        for size in {vocab_size, source.get("source_vocab_size") or vocab_size}:
+            check_tensor_parallel(
+                cfg,
+                ranks=meshes.tensor.size(),
+                sequence_parallel=meshes.sequence_parallel,
+                vocab_size=size,
+            )
     model_class = MODEL_REGISTRY.class_for(cfg)
     with torch.device("meta"):
         model = model_class.build_model(
-            cfg, vocab_size=vocab_size, padding_idx=padding_idx, meshes=meshes
+            cfg, vocab_size=vocab_size, padding_idx=padding_idx, meshes=meshes, **source
         )
     if meshes.sequence is not None:
         check_sequence_parallel(

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor, nn
 
+from scalerun.dataclass.errors import ConfigError
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.models.base_decoder import DecoderOutput, FeatureLoss
 from scalerun.models.base_model import BaseModel
@@ -48,6 +49,7 @@ class EncoderDecoder(BaseModel):
     ) -> None:
         super().__init__()
         self.padding_idx = encoder_parts.padding_idx
+        self.target_padding_idx = decoder_parts.padding_idx
         self.encoder = TransformerEncoder(encoder_parts, output_layer=False)
         shared = self.encoder.embedding.tokens if share_embeddings else None
         self.decoder = TransformerDecoder(decoder_parts, decoder_parts.embedding(shared))
@@ -59,13 +61,39 @@ class EncoderDecoder(BaseModel):
         *,
         vocab_size: int,
         padding_idx: int | None,
+        source_vocab_size: int | None = None,
+        source_padding_idx: int | None = None,
         meshes: ModelMeshes = ONE_RANK,
     ) -> Self:
-        encoder, decoder = (
-            cls.parts_class(
-                cfg, stack, vocab_size=vocab_size, padding_idx=padding_idx, meshes=meshes
+        """As in :class:`BaseModel`.
+
+        Args:
+            source_vocab_size: rows of the encoder's embedding where the source has a vocabulary of
+                its own; None where both sides have the same.
+            source_padding_idx: number of that vocabulary's padding symbol.
+
+        Raises:
+            ConfigError: two vocabularies are to share an embedding.
+        """
+        joint = source_vocab_size is None
+        if cfg.share_all_embeddings and not joint:
+            raise ConfigError(
+                "--share-all-embeddings needs one vocabulary for source and target; give one "
+                "--tokenizer for both, or --no-share-all-embeddings"
             )
-            for stack in (cfg.encoder_stack(), cfg.decoder_stack())
+        encoder = cls.parts_class(
+            cfg,
+            cfg.encoder_stack(),
+            vocab_size=vocab_size if source_vocab_size is None else source_vocab_size,
+            padding_idx=padding_idx if joint else source_padding_idx,
+            meshes=meshes,
+        )
+        decoder = cls.parts_class(
+            cfg,
+            cfg.decoder_stack(),
+            vocab_size=vocab_size,
+            padding_idx=padding_idx,
+            meshes=meshes,
         )
         return cls(encoder, decoder, share_embeddings=cfg.share_all_embeddings)
 

@@ -16,6 +16,7 @@ from scalerun.data.base_dataset import BaseDataset
 from scalerun.data.batch import Batch
 from scalerun.data.dictionary import Dictionary
 from scalerun.data.layout import TRAIN
+from scalerun.data.length_batches import BatchLimits
 from scalerun.data.tokenizer import BaseTokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
@@ -61,6 +62,20 @@ class BaseTask(ABC):
         Raises:
             UserError: a file of the vocabulary is missing or damaged.
         """
+
+    def set_batch_limits(self, *, train: BatchLimits, valid: BatchLimits) -> None:
+        """Say how large batches may be, before the first dataset is read.
+
+        Only tasks whose datasets make whole batches need to know.
+
+        Raises:
+            ConfigError: a number of tokens is given, and the task has no use for it.
+        """
+        if train.max_tokens is not None or valid.max_tokens is not None:
+            raise ConfigError(
+                f"--max-tokens is for sequences of many lengths, which --task {self.cfg._name} "
+                "does not put together by length; give --batch-size alone"
+            )
 
     @abstractmethod
     def read_dataset(self, split: str, *, training: bool) -> BaseDataset[Any]:
@@ -112,8 +127,7 @@ class BaseTask(ABC):
         self.check_meshes(meshes)
         model = build_model(
             model_cfg,
-            vocab_size=len(self.dictionary),
-            padding_idx=self.dictionary.pad,
+            **self.vocabularies(),
             seed=seed,
             device=device,
             meshes=meshes,
@@ -123,6 +137,10 @@ class BaseTask(ABC):
         if meshes.sequence is not None:
             self.check_slices(model, num_ranks=meshes.sequence.size())
         return model
+
+    def vocabularies(self) -> dict[str, int]:
+        """Sizes and padding symbols, as :func:`build_model` calls them."""
+        return {"vocab_size": len(self.dictionary), "padding_idx": self.dictionary.pad}
 
     def check_meshes(self, meshes: ModelMeshes) -> None:
         """Refuse sequences that ``--sequence-parallel`` could not spread.
