@@ -11,7 +11,15 @@ import json
 import os
 import sys
 
-COMMANDS = ("train", "validate", "interactive_cli", "train_tokenizer", "convert", "checkpoint")
+COMMANDS = (
+    "train",
+    "validate",
+    "interactive_cli",
+    "generate",
+    "train_tokenizer",
+    "convert",
+    "checkpoint",
+)
 IMPORTED_LATE = (
     "scalerun.cli.assembly",
     "scalerun.cli.inference",

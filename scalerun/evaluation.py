@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,6 +30,8 @@ class SubsetResult:
     """Documents in the set."""
     bytes_per_token: float | None
     """UTF-8 bytes of the whole set's text per target token; None where there is no text."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """What the task measures besides the loss."""
 
     @property
     def ppl(self) -> float:
@@ -51,6 +53,7 @@ class SubsetResult:
             "ppl": self.ppl,
             "bits_per_byte": self.bits_per_byte,
             "tokens": self.tokens,
+            **self.scores,
         }
 
 
@@ -80,6 +83,7 @@ def evaluate(
         The result, or None when ``should_stop`` ended the pass.
     """
     dataset = task.load_dataset(subset, training=False)
+    scorer = task.build_scorer(model, ranks)
     was_training = model.training
     model.eval()
     criterion.eval()
@@ -97,9 +101,11 @@ def evaluate(
             ):
                 if should_stop():
                     return None
-                batch = task.own_part(batch, model, ranks)
+                batch = task.own_part(batch, model, ranks).to(precision.device)
                 with precision.autocast():
-                    output = task.valid_step(batch.to(precision.device), model, criterion)
+                    output = task.valid_step(batch, model, criterion)
+                    if scorer is not None:
+                        scorer.add(batch)
                 loss_sum += output.loss_sum
                 tokens += batch.num_targets
     finally:
@@ -115,4 +121,5 @@ def evaluate(
         tokens=tokens,
         documents=counts.documents,
         bytes_per_token=counts.bytes_per_token,
+        scores={} if scorer is None else scorer.scores(),
     )

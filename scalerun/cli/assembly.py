@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from scalerun.cli.inference import ASSETS_FOLDER, CONFIG_FILE
 from scalerun.criterions.base_criterion import build_criterion
 from scalerun.data.length_batches import train_limits, valid_limits
 from scalerun.data.loader import BatchLoader
-from scalerun.dataclass.configs import ScalerunConfig
+from scalerun.dataclass.configs import SCORES, CheckpointConfig, ScalerunConfig
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.distributed.launch import choose_device
 from scalerun.distributed.parallelize import gradient_sum, parallelize
@@ -176,11 +177,36 @@ def choose_valid_subsets(cfg: ScalerunConfig, task: BaseTask) -> list[str]:
         raise ConfigError(
             f"--best-checkpoint-subset {best} is not validated (sets: {', '.join(subsets)})"
         )
+    check_metric(cfg.checkpoint, task.score_names())
     if not subsets:
         if cfg.optimization.patience > 0:
             raise ConfigError("--patience needs a validation set, and the data has none")
         logger.info("the data has no validation set; nothing will be validated")
     return subsets
+
+
+def check_metric(cfg: CheckpointConfig, scores: Sequence[str]) -> None:
+    """Refuse a checkpoint metric that validation does not measure, or judges the wrong way.
+
+    Args:
+        scores: what it measures besides the loss; of these, larger is better.
+
+    Raises:
+        ConfigError: names the flags.
+    """
+    metric = cfg.best_checkpoint_metric
+    if metric not in SCORES:
+        return
+    if metric not in scores:
+        raise ConfigError(
+            f"--best-checkpoint-metric {metric} is measured with --task translation and "
+            "--eval-bleu alone; add them, or choose loss"
+        )
+    if not cfg.maximize_best_checkpoint_metric:
+        raise ConfigError(
+            f"--best-checkpoint-metric {metric} is better where it is larger; add "
+            "--maximize-best-checkpoint-metric"
+        )
 
 
 def build_throughput(

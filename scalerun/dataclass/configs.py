@@ -272,6 +272,10 @@ class OptimizationConfig(ScalerunDataclass):
         return self.update_freq[min(epoch, len(self.update_freq)) - 1]
 
 
+SCORES = ("bleu", "chrf")
+"""What only some tasks measure; larger is better."""
+
+
 @dataclass
 class CheckpointConfig(ScalerunDataclass):
     """Where a run lives, when it is saved, what is kept."""
@@ -302,7 +306,7 @@ class CheckpointConfig(ScalerunDataclass):
     best_checkpoint_metric: str = option(
         "loss",
         "validation metric that marks the best checkpoint",
-        choices=("loss", "ppl", "bits_per_byte"),
+        choices=("loss", "ppl", "bits_per_byte", *SCORES),
     )
     best_checkpoint_subset: str | None = option(
         None, "validation set of that metric (default: the first)"
