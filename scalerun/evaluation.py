@@ -30,26 +30,34 @@ class SubsetResult:
     """Documents in the set."""
     bytes_per_token: float | None
     """UTF-8 bytes of the whole set's text per target token; None where there is no text."""
+    nll_loss: float | None = None
+    """Bits per target token of its probability alone; None where that is the loss."""
     scores: dict[str, float] = field(default_factory=dict)
     """What the task measures besides the loss."""
 
     @property
+    def bits(self) -> float:
+        """What a target token costs whoever encodes it with the model, in bits."""
+        return self.loss if self.nll_loss is None else self.nll_loss
+
+    @property
     def ppl(self) -> float:
         """Perplexity per target token; infinite where it overflows."""
-        return perplexity(self.loss)
+        return perplexity(self.bits)
 
     @property
     def bits_per_byte(self) -> float | None:
         """Bits per UTF-8 byte of text, comparable between tokenizers."""
         if self.bytes_per_token is None:
             return None
-        return bits_per_byte(self.loss, self.bytes_per_token)
+        return bits_per_byte(self.bits, self.bytes_per_token)
 
     def record(self) -> dict[str, float | int | str | None]:
         """The numbers under their names in ``metrics.jsonl``."""
         return {
             "subset": self.subset,
             "loss": self.loss,
+            **({} if self.nll_loss is None else {"nll_loss": self.nll_loss}),
             "ppl": self.ppl,
             "bits_per_byte": self.bits_per_byte,
             "tokens": self.tokens,
@@ -87,7 +95,9 @@ def evaluate(
     was_training = model.training
     model.eval()
     criterion.eval()
-    loss_sum = torch.zeros((), dtype=torch.float64, device=precision.device)
+    # Of the loss, and of the negative log-likelihood where that is something else.
+    sums = torch.zeros(2, dtype=torch.float64, device=precision.device)
+    smoothed = False
     tokens = 0
     try:
         with torch.no_grad():
@@ -106,18 +116,21 @@ def evaluate(
                     output = task.valid_step(batch, model, criterion)
                     if scorer is not None:
                         scorer.add(batch)
-                loss_sum += output.loss_sum
+                smoothed = output.nll_sum is not None
+                nll_sum = output.loss_sum if output.nll_sum is None else output.nll_sum
+                sums += torch.stack((output.loss_sum, nll_sum))
                 tokens += batch.num_targets
     finally:
         model.train(was_training)
         criterion.train(was_training)
-    count = torch.tensor(tokens, dtype=torch.float64, device=precision.device)
-    loss_sum, count = ranks.sum_over_data(torch.stack((loss_sum, count))).unbind()
+    count = torch.tensor([tokens], dtype=torch.float64, device=precision.device)
+    loss_sum, nll_sum, count = ranks.sum_over_data(torch.cat((sums, count))).unbind()
     tokens = int(count)
     counts = dataset.counts()
     return SubsetResult(
         subset=subset,
         loss=loss_sum.item() / max(tokens, 1) / math.log(2),
+        nll_loss=nll_sum.item() / max(tokens, 1) / math.log(2) if smoothed else None,
         tokens=tokens,
         documents=counts.documents,
         bytes_per_token=counts.bytes_per_token,

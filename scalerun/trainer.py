@@ -362,7 +362,7 @@ class Trainer:
     def log(self) -> None:
         """Write the training record of the updates since the last one."""
         values = self.metrics.flush(self.num_updates)
-        loss = values.get("loss", math.nan)
+        loss = values.get("nll_loss", values.get("loss", math.nan))
         record: dict[str, Any] = {"kind": "train", "epoch": self.loader.epoch, **values}
         record["ppl"] = perplexity(loss)
         bytes_per_token = self.loader.dataset.counts().bytes_per_token

@@ -190,3 +190,14 @@ def test_presets_are_valid(arch: str) -> None:
     config = ARCH_REGISTRY.config_for(arch)
     config.validate()
     assert isinstance(config, TransformerMTConfig)
+
+
+@torch.no_grad()
+def test_padding_of_the_target_is_not_routed_to_experts(make_model: Maker) -> None:
+    model = make_model(moe_freq=1, moe_expert_count=4)
+    source, target = symbols(2, 6), symbols(2, 9)
+    longer = torch.nn.functional.pad(target, (0, 5), value=PAD)
+    short, long = model(source, target), model(source, longer)
+    torch.testing.assert_close(long.logits[:, :9], short.logits, atol=1e-5, rtol=0)
+    for few, many in zip(short.reports, long.reports, strict=True):
+        torch.testing.assert_close(many.loss, few.loss)

@@ -1,6 +1,6 @@
 """Criterions: from a model and a batch to a loss sum."""
 
-from scalerun.criterions import cross_entropy, moe
+from scalerun.criterions import cross_entropy, label_smoothed, moe
 from scalerun.criterions.base_criterion import (
     CRITERION_REGISTRY,
     BaseCriterion,
@@ -15,6 +15,7 @@ __all__ = [
     "CriterionOutput",
     "build_criterion",
     "cross_entropy",
+    "label_smoothed",
     "moe",
     "register_criterion",
 ]

@@ -33,6 +33,8 @@ class CriterionOutput:
     """Target positions of the batch."""
     aux_loss: Tensor | None = None
     """Scalar that is added for each target, already weighted; None for most models."""
+    nll_sum: Tensor | None = None
+    """As ``loss_sum``, of -log p of the targets alone, where that is something else; detached."""
     stats: dict[str, Number | tuple[Number, Number]] = field(default_factory=dict)
     """Further values for the log, detached; with a weight, or counted once."""
 

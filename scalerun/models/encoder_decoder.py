@@ -18,6 +18,7 @@ from scalerun.models.transformer_decoder import TransformerDecoder
 from scalerun.models.transformer_encoder import TransformerEncoder
 from scalerun.modules.auxiliary import Auxiliary
 from scalerun.modules.incremental_state import EncodedSource, IncrementalState
+from scalerun.modules.moe.moe_layer import MoELayer
 
 
 class Encoded(NamedTuple):
@@ -53,6 +54,9 @@ class EncoderDecoder(BaseModel):
         self.encoder = TransformerEncoder(encoder_parts, output_layer=False)
         shared = self.encoder.embedding.tokens if share_embeddings else None
         self.decoder = TransformerDecoder(decoder_parts, decoder_parts.embedding(shared))
+        layers = [part for part in self.decoder.modules() if isinstance(part, MoELayer)]
+        # Attention sees no padding on the right anyway.
+        self._hides_target_padding = any(layer.mask_padding for layer in layers)
 
     @classmethod
     def build_model(
@@ -116,7 +120,8 @@ class EncoderDecoder(BaseModel):
             tokens_BT: (B, T) int64; with an incremental state the new ones.
             source_padding_mask_BM: (B, M) bool, True for padding; by default where the source is
                 the padding symbol.
-            padding_mask_BT: (B, T) bool; needed only where padding is on the left.
+            padding_mask_BT: (B, T) bool; needed only where padding is on the left. By default
+                where the target is the padding symbol, for experts that are not to see it.
             incremental_state: from :meth:`init_incremental_state`; see :class:`BaseDecoder`.
             last_token_only: compute the logits of the last token alone.
             loss: computed in place of the logits.
@@ -125,6 +130,9 @@ class EncoderDecoder(BaseModel):
         reports: tuple[Auxiliary, ...] = ()
         if source_BM is not None:
             source, reports = self.encode(source_BM, padding_mask_BM=source_padding_mask_BM)
+        pad = self.target_padding_idx
+        if padding_mask_BT is None and self._hides_target_padding and pad is not None:
+            padding_mask_BT = tokens_BT == pad
         output = self.decoder(
             tokens_BT,
             padding_mask_BT=padding_mask_BT,

@@ -63,12 +63,12 @@ def vocab_parallel_loss_and_gradient(
     Args:
         overwrite_logits: put the gradient of the logits in their place.
     """
-    index, own = _own_columns(targets, logits.shape[1], mesh)
-    log_sum, at_target = _log_sums(logits, index, own, mesh)
+    index, own = own_columns(targets, logits.shape[1], mesh)
+    log_sum, at_target = log_sums(logits, index, own, mesh)
     ignored = targets == ignore_index
     if overwrite_logits:
         scale = (~ignored).to(log_sum.dtype)
-        _write_gradient(logits, logits, log_sum, index, own=own, scale=scale)
+        write_gradient(logits, logits, log_sum, index, own=own, scale=scale)
     return (log_sum - at_target).masked_fill_(ignored, 0.0).sum()
 
 
@@ -84,8 +84,8 @@ class _VocabParallelCrossEntropySum(torch.autograd.Function):
         ignore_index: int,
         overwrite_logits: bool,
     ) -> Tensor:
-        index, own = _own_columns(targets, logits.shape[1], mesh)
-        log_sum, at_target = _log_sums(logits, index, own, mesh)
+        index, own = own_columns(targets, logits.shape[1], mesh)
+        log_sum, at_target = log_sums(logits, index, own, mesh)
         ctx.save_for_backward(logits, targets, log_sum)
         ctx.mesh, ctx.ignore_index, ctx.overwrite = mesh, ignore_index, overwrite_logits
         return (log_sum - at_target).masked_fill_(targets == ignore_index, 0.0).sum()
@@ -94,14 +94,14 @@ class _VocabParallelCrossEntropySum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, targets, log_sum = ctx.saved_tensors
-        index, own = _own_columns(targets, logits.shape[1], ctx.mesh)
+        index, own = own_columns(targets, logits.shape[1], ctx.mesh)
         scale = torch.where(targets == ctx.ignore_index, 0.0, grad_output)
         grad = logits if ctx.overwrite else torch.empty_like(logits)
-        _write_gradient(grad, logits, log_sum, index, own=own, scale=scale)
+        write_gradient(grad, logits, log_sum, index, own=own, scale=scale)
         return grad, None, None, None, None
 
 
-def _own_columns(
+def own_columns(
     targets: Tensor, num_columns: int, mesh: DeviceMesh | None
 ) -> tuple[Tensor, Tensor]:
     """The targets' columns (N, 1), 0 if not on this rank, and whether they are on it (N,)."""
@@ -113,7 +113,7 @@ def _own_columns(
     return own.where(here, 0).unsqueeze(1), here
 
 
-def _log_sums(
+def log_sums(
     logits: Tensor, index: Tensor, own: Tensor, mesh: DeviceMesh | None
 ) -> tuple[Tensor, Tensor]:
     """``log sum exp`` of each row over the whole vocabulary, and the logit of its target: (N,)."""
@@ -129,12 +129,26 @@ def _log_sums(
     return sums.log_() + largest, at_target
 
 
-def _write_gradient(
-    grad: Tensor, logits: Tensor, log_sum: Tensor, index: Tensor, *, own: Tensor, scale: Tensor
+def write_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    log_sum: Tensor,
+    index: Tensor,
+    *,
+    own: Tensor,
+    scale: Tensor,
+    weights: tuple[float, float] = (1.0, 0.0),
 ) -> None:
-    """``(softmax - 1 at the target) * scale`` of each row, into ``grad``."""
-    minus_one = -own.to(log_sum.dtype).unsqueeze(1)
+    """``(softmax - weights) * scale`` of each row, into ``grad``.
+
+    Args:
+        weights: of the target alone, and of every symbol.
+    """
+    at_target, everywhere = weights
+    minus_target = -at_target * own.to(log_sum.dtype).unsqueeze(1)
     for rows in row_blocks(logits):
         probs = (logits[rows].to(log_sum.dtype) - log_sum[rows, None]).exp_()
-        probs.scatter_add_(1, index[rows], minus_one[rows])
+        probs.scatter_add_(1, index[rows], minus_target[rows])
+        if everywhere:
+            probs -= everywhere
         torch.mul(probs, scale[rows, None], out=grad[rows])
