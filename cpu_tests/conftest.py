@@ -166,9 +166,9 @@ def write_lines(path, lines):
 
 def make_parallel_corpus(data):
     """``train.en``, ``train.es``, ``valid.en``, ``valid.es``: 46 and 6 pairs of many lengths."""
-    words = dict(
-        zip("the cat dog sees a big red house".split(), ["el", "gato", "ve", "un"] * 2, strict=True)
-    )
+    english_words = "the cat dog sees a big red house".split()
+    spanish_words = "el gato perro ve un grande rojo casa".split()
+    words = dict(zip(english_words, spanish_words, strict=True))
     english = [[*words][i % 8 :: 1 + i % 3][: 1 + i % 5] * (1 + i % 2) for i in range(46)]
     spanish = [[words[word] for word in line] for line in english]
     for name, part in (("train", slice(None)), ("valid", slice(3, 9))):

@@ -17,8 +17,10 @@ import pytest
 import sentencepiece
 import torch
 
+from cpu_tests.conftest import make_parallel_corpus
 from scalerun.cli.checkpoint import VERBS
 from scalerun.cli.convert import ConvertConfig
+from scalerun.cli.generate import GenerateConfig
 from scalerun.cli.interactive_cli import InteractiveConfig
 from scalerun.cli.registries import CHOOSERS
 from scalerun.cli.train_tokenizer import TrainTokenizerConfig
@@ -38,6 +40,7 @@ SCRIPTS = {
     "scalerun-train": "train",
     "scalerun-validate": "validate",
     "scalerun-interactive": "interactive_cli",
+    "scalerun-generate": "generate",
     "scalerun-train-tokenizer": "train_tokenizer",
     "scalerun-convert": "convert",
     "scalerun-checkpoint": "checkpoint",
@@ -51,10 +54,16 @@ SMALL = {
     "train_tokenizer": ["--vocab-size", "300"],
     "validate": ["--cpu"],
     "interactive_cli": ["--cpu"],
+    "generate": ["--cpu"],
     "convert": [],
     "checkpoint": [],
 }  # fmt: skip
 """What is added to a command of the documentation, so that it takes no time."""
+TRANSLATION = [
+    "--encoder-layers", "2", "--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "32",
+    "--encoder-attention-heads", "2",
+]  # fmt: skip
+"""What is added for the side that only a translator has."""
 
 PARSE = "--print-config"
 
@@ -130,6 +139,8 @@ class Shell:
 
     def scalerun(self, name, words, stdin):
         small = list(SMALL[name])
+        if name == "train" and "translation" in words:
+            small = [*TRANSLATION, *small[: small.index("--tokens-per-sample")], *small[-3:]]
         if name == "train":
             self.num_updates += 2  # so that a command that resumes has something left to do
             small += ["--max-update", str(self.num_updates)]
@@ -166,6 +177,9 @@ def text_home(tmp_path_factory, write_jsonl):
     (home / "projects").symlink_to(ROOT / "projects")
     (home / "prompts.txt").write_text("Once upon a time\n\nThe cat\n")
     write_corpus(home / "my_text", write_jsonl)
+    pairs = make_parallel_corpus(home / "my_pairs")
+    for language in ("en", "es"):
+        shutil.copyfile(pairs / f"valid.{language}", pairs / f"test.{language}")
     write_jsonl(home / "plain_text/verse.jsonl", [f"The cat said {i}." * 9 for i in range(60)])
     return home
 
@@ -258,6 +272,7 @@ def flags_of_everything():
     """Every spelling that any command understands."""
     root = ScalerunConfig()
     groups = [InteractiveConfig(), ValidateConfig(), TrainTokenizerConfig(), ConvertConfig()]
+    groups.append(GenerateConfig())
     groups += [config_class() for config_class, _, _ in VERBS.values()]
     groups += [g for g in vars(root).values() if isinstance(g, ScalerunDataclass)]
     groups += [c.config_for(name) for c in CHOOSERS.values() for name in c.names()]

@@ -127,3 +127,23 @@ def test_the_command_writes_the_file(run, corpus, tmp_path):
     command = run("train_tokenizer", corpus, "--vocab-size", "90000", "--output", "t.model")
     assert command.code == 1
     assert "the maximum is" in command.error
+
+
+def test_named_files_are_read_line_by_line(settings, parallel_corpus):
+    joint = settings(data=str(parallel_corpus), files=["train.en", "train.es"], vocab_size=285)
+    alone = joint.replace(files=["train.es"], vocab_size=280)
+    names = {"joint": joint, "alone": alone}
+    trained = {name: load_tokenizer(str(train_tokenizer(cfg))) for name, cfg in names.items()}
+    # Only a text in which "house" appears gives it fewer pieces than bytes.
+    pieces = {name: len(tokenizer.encode("house")) for name, tokenizer in trained.items()}
+    assert pieces["joint"] < pieces["alone"]
+
+
+def test_named_files_that_cannot_be_read_are_refused(settings, parallel_corpus):
+    with pytest.raises(UserError, match=r"--files names train\.fr, and .*train\.fr is not a file"):
+        train_tokenizer(settings(data=str(parallel_corpus), files=["train.fr"]))
+    (parallel_corpus / "train.es").write_bytes(b"el\n\xff\n")
+    with pytest.raises(UserError, match=r"train\.es:2: not UTF-8"):
+        train_tokenizer(settings(data=str(parallel_corpus), files=["train.es"]))
+    with pytest.raises(ConfigError, match="--valid-fraction divides a training set"):
+        settings(files=["train.es"], valid_fraction=0.1)

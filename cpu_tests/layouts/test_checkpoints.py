@@ -16,6 +16,8 @@ NAMES = (
     "tensor 2 x expert 2",
 )
 """Some of each kind; ``test_matrix.py`` has all."""
+PAIRED = ("one", "copies 2", "shard 2 x tensor 2")
+"""The same for an encoder-decoder."""
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +51,10 @@ def test_tensors_that_many_ranks_wrote_are_read_whole_one_by_one(saved, part):
 def test_every_byte_and_the_next_losses_are_the_same(after, saved, tmp_path):
     data, states = saved
     check_after(after, "moe", data, states, tmp_path)
+
+
+def test_an_encoder_decoder_goes_on_at_every_layout(tmp_path):
+    data = make_data(tmp_path / "data")
+    states = save_at(PAIRED, "encoder-decoder", data, tmp_path)
+    for after in PAIRED:
+        check_after(after, "encoder-decoder", data, states, tmp_path / "after")

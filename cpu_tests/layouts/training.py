@@ -30,6 +30,12 @@ DECODER = [
     *LANGUAGE, "--arch", "transformer_lm", "--decoder-layers", "2", "--decoder-embed-dim", "16",
     "--decoder-ffn-embed-dim", "32", "--decoder-attention-heads", "4",
 ]  # fmt: skip
+PAIR = [
+    *TRANSLATION, "--arch", "transformer_mt", "--encoder-layers", "1", "--encoder-embed-dim", "16",
+    "--encoder-ffn-embed-dim", "32", "--encoder-attention-heads", "4", "--decoder-layers", "2",
+    "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "32", "--decoder-attention-heads", "4",
+    "--dropout", "0",
+]  # fmt: skip
 ARCHITECTURES = {
     "dense": [*DECODER, "--dropout", "0.1", "--share-decoder-input-output-embed"],
     "subln": [*DECODER, "--subln", "--xpos-rel-pos", "--dropout", "0", "--checkpoint-activations"],
@@ -46,11 +52,10 @@ ARCHITECTURES = {
         "--decoder-value-embed-dim", "32", "--decoder-ffn-embed-dim", "32",
         "--decoder-retention-heads", "2",
     ],
-    "encoder-decoder": [
-        *TRANSLATION, "--arch", "transformer_mt", "--encoder-layers", "1", "--encoder-embed-dim",
-        "16", "--encoder-ffn-embed-dim", "32", "--encoder-attention-heads", "4",
-        "--decoder-layers", "2", "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "32",
-        "--decoder-attention-heads", "4", "--share-all-embeddings", "--dropout", "0",
+    "encoder-decoder": [*PAIR, "--share-all-embeddings"],
+    "encoder-decoder, moe": [
+        *PAIR, "--moe-freq", "2", "--moe-expert-count", "4", "--criterion", "moe_cross_entropy",
+        "--encoder-layers", "2",
     ],
 }  # fmt: skip
 

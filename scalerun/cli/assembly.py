@@ -71,11 +71,8 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> Tr
     )
     criterion = build_criterion(cfg.criterion).to(device)
     criterion.check_model(model)
-    optimizer = build_optimizer(
-        cfg.optimizer,
-        model.named_parameters(),
-        same_bits=cfg.distributed.deterministic_reduce,
-    )
+    same_bits = cfg.distributed.deterministic_reduce
+    optimizer = build_optimizer(cfg.optimizer, model.named_parameters(), same_bits=same_bits)
     check_norm_type(cfg.optimization.clip_norm_type, optimizer.named_params)  # type: ignore[arg-type]
     lr_scheduler = build_lr_scheduler(
         cfg.lr_scheduler, optimizer, max_update=cfg.optimization.max_update

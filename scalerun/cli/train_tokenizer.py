@@ -13,8 +13,9 @@ from scalerun.checkpoint.atomic import replace_file
 from scalerun.cli.entry import run_cli
 from scalerun.cli.output_file import prepare_output_file
 from scalerun.data.jsonl_dataset import JsonlDataset, QuarantinedRecord
-from scalerun.data.layout import TRAIN, Split, find_split
+from scalerun.data.layout import TRAIN, Split, data_folder, find_split
 from scalerun.data.part import Part, check_valid_fraction
+from scalerun.data.segment_dataset import SegmentDataset, SegmentFile
 from scalerun.data.tokenizer import load_tokenizer
 from scalerun.data.tokenizer_training import train_byte_level_bpe, train_sentencepiece
 from scalerun.dataclass.configs import at_least
@@ -34,6 +35,11 @@ class TrainTokenizerConfig(ScalerunDataclass):
     """What ``scalerun.cli.train_tokenizer`` can be told."""
 
     data: str = option("", "folder of text, laid out as for training", positional=True)
+    files: list[str] = option(
+        [],
+        "files of DATA with one segment a line to train on, such as train.en,train.es, in place of "
+        "its training set",
+    )
     output: str = option("", "file to write: .model for sentencepiece, .json for tokenizers")
     vocab_size: int = option(8192, "symbols of the vocabulary")
     model_type: str = option("bpe", "kind of model", choices=("bpe", "unigram"))
@@ -63,6 +69,8 @@ class TrainTokenizerConfig(ScalerunDataclass):
         at_least("--vocab-size", self.vocab_size, 1)
         at_least("--sample-megabytes", self.sample_megabytes, 0)
         check_valid_fraction(self.valid_fraction)
+        if self.files and self.valid_fraction:
+            raise ConfigError("--valid-fraction divides a training set; remove it, or --files")
         if not 0.98 <= self.character_coverage <= 1:
             raise ConfigError(
                 f"--character-coverage is {self.character_coverage:g}; give a share from 0.98 to 1"
@@ -81,7 +89,7 @@ def train_tokenizer(cfg: TrainTokenizerConfig) -> Path:
     """
     output = Path(cfg.output)
     prepare_output_file("--output", output)
-    split = find_split(cfg.data, TRAIN)
+    split = _named_files(cfg) if cfg.files else find_split(cfg.data, TRAIN)
     texts = read_texts(split, cfg)
     if cfg.library == "tokenizers":
         content = train_byte_level_bpe(texts, vocab_size=cfg.vocab_size)
@@ -97,6 +105,14 @@ def train_tokenizer(cfg: TrainTokenizerConfig) -> Path:
     return output
 
 
+def _named_files(cfg: TrainTokenizerConfig) -> Split:
+    root = data_folder(cfg.data)
+    for name in cfg.files:
+        if not (root / name).is_file():
+            raise UserError(f"--files names {name}, and {root / name} is not a file")
+    return Split(TRAIN, [[SegmentFile(root / name, name) for name in cfg.files]])
+
+
 def read_texts(split: Split, cfg: TrainTokenizerConfig) -> Iterator[str]:
     """The documents of a split, or an even sample of them."""
     files = [file for shard in split.shards for file in shard]
@@ -106,8 +122,9 @@ def read_texts(split: Split, cfg: TrainTokenizerConfig) -> Iterator[str]:
     bad: list[QuarantinedRecord] = []
     on_bad_record = bad.append if cfg.bad_records == "skip" else None
     seen = taken = 0
+    reader = SegmentDataset if cfg.files else JsonlDataset
     for file in files:
-        for text in JsonlDataset(file, on_bad_record, part=part):
+        for text in reader(file, on_bad_record, part=part):
             seen += len(text)
             if taken < seen * share:
                 taken += len(text)

@@ -99,7 +99,8 @@ class ParallelDataset(BaseDataset[LengthBatch]):
         self.lines, bad = self._sort_out()
         """(N,) lines, from 0, of the pairs that can be used."""
         self._report(bad)
-        self.num_bad = len(bad)
+        self.bad = bad
+        """Pairs that were left out for what is wrong with them."""
         self.lengths_NS = np.stack([np.diff(text.ends)[self.lines] for text in self._texts], 1)
         """(N, 2) tokens of source and target, with their end symbols."""
         if not len(self.lines):
@@ -183,8 +184,8 @@ class ParallelDataset(BaseDataset[LengthBatch]):
             "event": "data",
             "subset": self.name,
             "pairs": len(self.lines),
-            "pairs_blank": len(self._texts[0].document_bytes) - len(self.lines) - self.num_bad,
-            "pairs_bad": self.num_bad,
+            "pairs_blank": len(self._texts[0].document_bytes) - len(self.lines) - len(self.bad),
+            "pairs_bad": len(self.bad),
             "source_tokens": int(source_tokens),
             "tokens": int(target_tokens),
             "batches": len(batches),

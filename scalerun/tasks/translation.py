@@ -275,6 +275,19 @@ class TranslationTask(BaseTask):
             if key not in self._described:
                 self._described.add(key)
                 reports.append(dataset.describe())
+                if dataset.bad:
+                    first = dataset.bad[0]
+                    reports.append(
+                        {
+                            "event": "bad_record",
+                            "subset": dataset.name,
+                            "file": first.file,
+                            "records": len(dataset.bad),
+                            "line": first.line,
+                            "reason": first.reason,
+                            "listed_in": str(self.quarantine.path),
+                        }
+                    )
         return reports
 
 
