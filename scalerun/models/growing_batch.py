@@ -47,6 +47,8 @@ class GrowingBatch:
         self.control = control or Control()
         self.device = next(model.parameters()).device
         self._state = model.init_incremental_state(0, max_length)
+        self._roots: list[int] = []
+        """For each sequence the prompt that it began with."""
 
     def __enter__(self) -> Self:
         return self
@@ -73,6 +75,7 @@ class GrowingBatch:
             As :meth:`read`.
         """
         self._state = self.model.init_incremental_state(len(prompts), self.max_length)
+        self._roots = list(range(len(prompts)))
         width = max(map(len, prompts))
         tokens = [[self.pad] * (width - len(prompt)) + [*prompt] for prompt in prompts]
         missing = [width - len(prompt) for prompt in prompts]
@@ -96,7 +99,10 @@ class GrowingBatch:
             UserError: they are not finite.
         """
         if order is not None:
-            self._state.reorder(torch.tensor(order, device=self.device))
+            before, self._roots = self._roots, [self._roots[i] for i in order]
+            self._state.reorder(
+                torch.tensor(order, device=self.device), source_moves=self._roots != before
+            )
         self.control.any(True)
         return self._call([[token] for token in tokens])
 

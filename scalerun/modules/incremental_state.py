@@ -185,15 +185,20 @@ class IncrementalState:
         """Count tokens whose states all layers now hold."""
         self.length += num_tokens
 
-    def reorder(self, order: Tensor) -> None:
+    def reorder(self, order: Tensor, *, source_moves: bool = True) -> None:
         """Make sequence i what sequence ``order[i]`` was, as beam search needs it.
 
         Args:
             order: (new batch size,) int64; a sequence may be repeated or left out.
+            source_moves: False where each sequence reads the same source as the one that was in
+                its place, so that nothing of the source needs to be copied.
         """
         for layer in self.layers:
-            layer.reorder(order)
-        if self.source is not None:
+            if isinstance(layer, BlockState) and not source_moves:
+                layer.mixer.reorder(order)
+            else:
+                layer.reorder(order)
+        if self.source is not None and source_moves:
             self.source = self.source.reorder(order)
         if self._padding_BS is not None and self._positions_BS is not None:
             self._padding_BS = self._padding_BS.index_select(0, order)
