@@ -668,3 +668,20 @@ def test_ranks_that_share_weights_write_what_one_rank_writes(beam: int) -> None:
     (first, trains), (second, _) = run_world(2, work)
     assert first + second == texts(translator(Letters()), slice(0, 4))
     assert trains
+
+
+def test_a_compiled_model_is_not_compiled_anew_for_every_length() -> None:
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    generator = translator(Letters())
+    params = [SamplingParams(beam=2, max_new_tokens=6)] * len(SOURCES)
+    expected = generator.generate([[]] * 4, params, sources=SOURCES)
+    generator.model.compile_blocks(backend=backend)  # type: ignore[arg-type]
+    assert generator.generate([[]] * 4, params, sources=SOURCES) == expected
+    assert not compiled
+    generator.model(torch.tensor([SOURCES[0]]), torch.tensor([[EOS, A]]))
+    assert compiled

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.sampling_params import SamplingParams
 from scalerun.distributed.ranks import Control
 from scalerun.models.base_decoder import BaseDecoder
+from scalerun.models.base_model import BaseModel
 from scalerun.models.encoder_decoder import EncoderDecoder
 from scalerun.models.growing_batch import GrowingBatch
 from scalerun.modules.beam_search import BeamSearch, best_tokens
@@ -249,7 +251,8 @@ class SequenceGenerator:
         try:
             # Weights that ranks share are gathered into tensors that training goes on with, so
             # inference mode must not make those.
-            with torch.inference_mode(self.control is None), torch.no_grad():
+            mode = torch.inference_mode(self.control is None)
+            with _uncompiled(self.model), mode, torch.no_grad():
                 yield
         finally:
             self.model.train(was_training)
@@ -261,6 +264,13 @@ class SequenceGenerator:
             max_length=_columns(rows),
             control=self.control,
         )
+
+
+def _uncompiled(model: BaseModel) -> AbstractContextManager[object]:
+    """Where sequences grow, what is compiled would be compiled anew all the time."""
+    if not model.is_compiled:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def _columns(rows: list[Continuation]) -> int:
