@@ -11,6 +11,7 @@ from scalerun.data.length_batches import (
     valid_limits,
 )
 from scalerun.dataclass.configs import DatasetConfig
+from scalerun.dataclass.errors import ConfigError
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=80)
 KEYS = st.none() | st.tuples(st.integers(0, 9), st.integers(1, 9))
@@ -103,3 +104,9 @@ def test_validation_takes_the_limits_of_training_unless_it_has_its_own():
     )
     assert train_limits(cfg) == BatchLimits(4, None, 1)
     assert valid_limits(cfg) == BatchLimits(2, 50, 1)
+
+
+def test_a_multiple_without_a_number_of_tokens_is_refused():
+    DatasetConfig(max_tokens_valid=9, required_batch_size_multiple=2).validate()
+    with pytest.raises(ConfigError, match="--required-batch-size-multiple has no effect without"):
+        DatasetConfig(batch_size=9, required_batch_size_multiple=2).validate()

@@ -33,6 +33,7 @@ LAYOUTS = {
     "shard 2": Layout(2, 2),
     "copies 2": Layout(2, 2, COPIES),
     "tensor 2": Layout(2, 1, TENSOR),
+    "tensor 2, spread tokens": Layout(2, 1, (*TENSOR, "--sequence-parallel"), ("encoder-decoder",)),
     "expert 2": Layout(2, 2, EXPERT, ("moe", "encoder-decoder, moe")),
     "copies 2 x shard 2": Layout(4, 4, ("--replicate-size", "2", "--no-reshard-after-forward")),
     "copies 2 x tensor 2": Layout(4, 2, (*TENSOR, *COPIES), ("dense",)),

@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -174,3 +175,64 @@ def test_settings_that_contradict_each_other_are_refused(make_task, settings, me
 def test_a_missing_tokenizer_is_named_by_its_flag(make_task):
     with pytest.raises(UserError, match="--source-tokenizer no.model does not exist"):
         make_task(tokenizer=None, source_tokenizer="no.model", target_tokenizer="bytes")
+
+
+WORDS = [
+    "--task", "translation", "-s", "en", "-t", "es", "--tokenizer", "bytes", "--arch", "mt_tiny",
+    "--encoder-layers", "1", "--encoder-embed-dim", "16", "--encoder-ffn-embed-dim", "16",
+    "--decoder-layers", "1", "--decoder-embed-dim", "16", "--decoder-ffn-embed-dim", "16",
+    "--dropout", "0.1", "--max-tokens", "200", "--lr", "0.01", "--log-interval", "1", "--cpu",
+    "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "1",
+    "--criterion", "label_smoothed_cross_entropy", "--label-smoothing", "0.1",
+]  # fmt: skip
+
+
+def test_a_run_counts_pairs_and_goes_on_where_it_stopped(run, parallel_corpus, records, tmp_path):
+    for name, stops in (("straight", ["6"]), ("resumed", ["2", "6"])):
+        for updates in stops:
+            words = ["--max-update", updates, "--save-dir", name, "--num-workers", "1"]
+            command = run("train", parallel_corpus, *WORDS, *words)
+            assert command.code == 0, command.stderr
+    losses = {
+        name: [
+            (r["num_updates"], r["loss"], r["nll_loss"]) for r in records(tmp_path / name, "train")
+        ]
+        for name in ("straight", "resumed")
+    }
+    assert losses["resumed"] == losses["straight"]
+    train = [r for r in records(tmp_path / "straight", "train") if r["epoch"] == 1]
+    [data] = records(tmp_path / "straight", "event", event="data", subset="train")
+    assert len(train) == data["batches"]
+    assert sum(r["bsz"] for r in train) == data["pairs"] == 46
+    assert sum(r["wpb"] for r in train) == data["tokens"]
+    for record in records(tmp_path / "straight", None):
+        if "loss" in record:
+            assert record["nll_loss"] != record["loss"]
+            assert record["ppl"] == pytest.approx(2 ** record["nll_loss"])
+    other = run(
+        "train",
+        parallel_corpus,
+        *WORDS,
+        "--max-update",
+        "8",
+        "--save-dir",
+        "straight",
+        "--max-tokens",
+        "100",
+    )
+    assert other.code == 1
+    assert "--max-tokens (200, now 100) changed since" in other.error
+
+
+def test_validation_does_not_depend_on_the_size_of_a_batch(run, parallel_corpus, tmp_path):
+    words = ["--max-update", "1", "--save-dir", "run"]
+    assert run("train", parallel_corpus, *WORDS, *words).code == 0
+    found = []
+    for size in (["--batch-size", "1"], ["--max-tokens", "120"], []):
+        command = run("validate", "--path", "run", "--cpu", "--json", "v.json", *size)
+        assert command.code == 0, command.stderr
+        found.append(json.loads((tmp_path / "v.json").read_text())["valid"])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert found[0] == pytest.approx(found[2], rel=1e-6)
+    command = run("validate", "--path", "run", "--cpu", "--valid-subset", "test")
+    assert "test.en is missing" in command.error

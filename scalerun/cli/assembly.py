@@ -52,13 +52,7 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> Tr
     check_trackers(cfg.common)
     device = choose_device(cpu=cfg.common.cpu, local_rank=ranks.local_rank)
     precision = choose_precision(fp16=cfg.common.fp16, bf16=cfg.common.bf16, device=device)
-    task = setup_task(
-        cfg.task,
-        seed=cfg.common.seed,
-        cache_dir=save_dir / "cache",
-        quarantine=save_dir / "quarantine.jsonl" if ranks.is_main else Path(os.devnull),
-    )
-    task.set_batch_limits(train=train_limits(cfg.dataset), valid=valid_limits(cfg.dataset))
+    task = build_task(cfg, save_dir, ranks)
     if isinstance(cfg.model, MemoryConfig):
         cfg.model.check_training(on_cpu=device.type == "cpu", compiled=cfg.common.compile)
     valid_subsets = choose_valid_subsets(cfg, task)
@@ -106,6 +100,18 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> Tr
     )
     describe(cfg, parts)
     return parts
+
+
+def build_task(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> BaseTask:
+    """The task of the run, which knows how large batches may be."""
+    task = setup_task(
+        cfg.task,
+        seed=cfg.common.seed,
+        cache_dir=save_dir / "cache",
+        quarantine=save_dir / "quarantine.jsonl" if ranks.is_main else Path(os.devnull),
+    )
+    task.set_batch_limits(train=train_limits(cfg.dataset), valid=valid_limits(cfg.dataset))
+    return task
 
 
 def refuse_other_data(parts: TrainerParts) -> None:
