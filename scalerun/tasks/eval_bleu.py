@@ -118,8 +118,8 @@ class BleuScorer(BaseScorer):
     def add(self, batch: Batch) -> None:
         assert batch.source is not None
         rows = [[i for i in row if i != self.pad] for row in batch.source.tolist()]
-        # A rank without a pair of its own, whose row is all padding, joins in.
-        sources = [row or [self.translator.generator.eos] for row in rows]
+        # A rank without a pair of its own has a row of padding, and joins in.
+        sources = [row or [self.pad] for row in rows]
         found = self.control.together(lambda: self.translator.translate(sources))
         targets = batch.targets.tolist()
         for place, answers, target in zip(batch.sample_ids, found, targets, strict=False):
