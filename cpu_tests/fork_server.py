@@ -12,14 +12,9 @@ import os
 import sys
 
 COMMANDS = (
-    "train",
-    "validate",
-    "interactive_cli",
-    "generate",
-    "train_tokenizer",
-    "convert",
-    "checkpoint",
-)
+    "train", "validate", "interactive_cli", "train_tokenizer", "convert", "checkpoint",
+    "preprocess", "generate",
+)  # fmt: skip
 IMPORTED_LATE = (
     "scalerun.cli.assembly",
     "scalerun.cli.inference",

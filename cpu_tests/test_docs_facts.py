@@ -1,5 +1,6 @@
 """What the documentation says is so: its tables and listings are compared with the program."""
 
+import importlib
 import json
 import re
 from dataclasses import fields
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from scalerun.dataclass.foreign_flags import LEFT_OUT, READ_AS, REFUSED, VALUES_READ_AS
 from scalerun.models import ARCH_REGISTRY
 from scalerun.models.torchscale.moe import MOE
 from scalerun.models.torchscale.translate import DECODER, SHARED
@@ -175,3 +177,27 @@ def test_a_training_set_of_any_name_is_shuffled(run, corpus, tiny, records, tmp_
 def _lines(folder):
     files = sorted(folder.rglob("*.jsonl"))
     return [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_foreign_flag_is_on_the_page():
+    text = section(page("migrating"), "From fairseq and metaseq")
+    told = {(tuple(names(row[0])), *row[1:]) for row in rows(text)}
+
+    def plain(flags):
+        return tuple(flag.rstrip("=") for flag in flags.split())
+
+    for name, (read_as, why) in READ_AS.items():
+        assert (plain(name), f"`{read_as.rstrip('=')}`", why) in told
+    for (name, value), (read_as, why) in VALUES_READ_AS.items():
+        assert ((f"{name} {value}",), f"`{name} {read_as}`", why) in told
+    for flags, why in (LEFT_OUT | REFUSED).items():
+        assert (plain(flags), why) in told
+
+
+def test_every_class_for_newcomers_exists():
+    text = section(page("migrating"), "From fairseq and metaseq")
+    found = [name for row in rows(text) for name in names(row[-1]) if name.startswith("scalerun.")]
+    assert len(found) > 15
+    for name in found:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name

@@ -30,6 +30,8 @@ class SubsetResult:
     """Documents in the set."""
     bytes_per_token: float | None
     """UTF-8 bytes of the whole set's text per target token; None where there is no text."""
+    words: int | None = None
+    """Words that were scored; None where they were not counted."""
     nll_loss: float | None = None
     """Bits per target token of its probability alone; None where that is the loss."""
     scores: dict[str, float] = field(default_factory=dict)
@@ -51,6 +53,11 @@ class SubsetResult:
         if self.bytes_per_token is None:
             return None
         return bits_per_byte(self.bits, self.bytes_per_token)
+
+    @property
+    def word_ppl(self) -> float | None:
+        """Perplexity per word, comparable between tokenizers; None where words were not counted."""
+        return perplexity(self.bits * self.tokens / self.words) if self.words else None
 
     def record(self) -> dict[str, float | int | str | None]:
         """The numbers under their names in ``metrics.jsonl``."""

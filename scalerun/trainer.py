@@ -79,7 +79,7 @@ class Trainer:
                 self.finish()
 
     def resume(self) -> None:
-        """Load the run folder's newest good checkpoint, or ``--restore-file``, or nothing.
+        """Load the run folder's newest good checkpoint, or another run's, or nothing.
 
         Raises:
             UserError: the checkpoint cannot be used, or does not fit the configuration.

@@ -238,6 +238,30 @@ def test_parts_can_be_skipped_or_be_optional(manager, state_at, saved, Box, capl
     assert "also has optimizer, which this run does not use" in caplog.text
 
 
+def test_a_model_to_fine_tune_gives_its_weights_and_nothing_else(
+    manager, state_at, number_of, saved, Box, tmp_path
+):
+    run, events = saved(3), []
+    state = state_at(0) | {"lr_scheduler": Box({}), "ema": Box({"w": torch.zeros(2)})}
+    other = manager(
+        save_dir=tmp_path / "other", finetune_from_model=str(run), on_event=events.append
+    )
+    loaded = other.load_latest(state, skip={"criterion"}, optional={"ema"})
+    assert loaded.restored
+    assert loaded.missing == {"ema"}
+    assert (state["model"].state["embed.weight"] == 3).all()
+    assert state["trainer"].state["num_updates"] == 0
+    assert (state["optimizer"].state["embed.weight.exp_avg"] == 0).all()
+    assert [event["num_updates"] for event in events] == [0]
+    other.save(6, state_at(6), final=True)
+    own = manager(save_dir=tmp_path / "other", finetune_from_model="gone")
+    state = state_at(0)
+    assert not own.load_latest(state).restored
+    assert number_of(state) == 6
+    with pytest.raises(UserError, match=r"--finetune-from-model .*gone does not exist"):
+        manager(save_dir=tmp_path / "third", finetune_from_model="gone").load_latest(state)
+
+
 def test_a_part_that_another_runs_checkpoint_lacks_may_be_skipped(
     manager, state_at, saved, Box, tmp_path
 ):

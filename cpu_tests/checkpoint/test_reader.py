@@ -47,9 +47,11 @@ def test_a_run_of_damaged_checkpoints_is_no_fresh_run(saved, flip_byte):
     for number in (1, 2):
         flip_byte(run / f"checkpoint_{number}" / "state.json")
     with pytest.raises(
-        UserError, match=r"every checkpoint in .* is damaged \(checkpoint_2: .*move"
+        UserError, match=r"every checkpoint in .* is damaged \(checkpoint_2: .*move them away to"
     ):
-        reader.find_checkpoint(run)
+        reader.newest_whole(CheckpointFolder(run))
+    with pytest.raises(UserError, match=r"every checkpoint in .* is damaged .*; give PATH another"):
+        reader.find_checkpoint(run, "PATH")
 
 
 def test_a_mistyped_path_is_told_what_there_is(saved, tmp_path):

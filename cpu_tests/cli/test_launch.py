@@ -82,6 +82,7 @@ def test_a_rank_that_hangs_is_named_with_what_the_others_waited_for(start, corpu
     os.kill(children(command.pid)[1], signal.SIGSTOP)
     assert command.wait() == 1
     assert re.search(
-        r"^error: rank 0: lost the other ranks in \w+ \(rank 0 in update \d+, rank 1 in up",
+        r"^error: rank 0: lost the other ranks in \w+ \(rank 0 in update \d+, rank 1 in update "
+        r"\d+\); look at the ranks that are behind or gone, or raise --distributed-timeout-s",
         command.error,
     ), command.stderr

@@ -1,6 +1,7 @@
 """``validate`` and training agree, and the batch size changes nothing."""
 
 import json
+import math
 
 import pytest
 
@@ -140,3 +141,37 @@ def test_a_file_for_the_numbers_is_checked_before_the_work(run, trained, corpus,
     command = run("validate", corpus, "--path", trained, "--json", trained / "config.yaml/x")
     assert command.code == 1
     assert f"--json {trained}/config.yaml/x cannot be written" in command.error
+
+
+def test_scores_of_words_add_up_to_the_loss(run, trained, corpus, tmp_path):
+    plain, table = scores(run, tmp_path, "--path", trained)
+    assert "ppl/word" not in table
+    words = ["--output-word-probs", "words/probs.jsonl", "--output-word-stats", "stats.jsonl"]
+    found, table = scores(run, tmp_path, "--path", trained, *words, "--batch-size", "3")
+    assert "ppl/word" in table
+    probs, stats = (
+        [json.loads(line) for line in (tmp_path / name).read_text(encoding="utf-8").splitlines()]
+        for name in ("words/probs.jsonl", "stats.jsonl")
+    )
+    for subset, numbers in found.items():
+        lines = (corpus / subset / "00/verse.jsonl").read_text().splitlines()
+        texts = [json.loads(line)["text"] for line in lines]
+        mine = [row for row in probs if row["subset"] == subset]
+        expected = [w for text in texts for w in [*text.split(), "</s>"]]
+        assert [row["word"] for row in mine] == expected
+        assert numbers["loss"] == pytest.approx(plain[subset]["loss"], rel=1e-6)
+        bits = -sum(row["logprob"] for row in mine) / math.log(2)
+        assert bits == pytest.approx(numbers["loss"] * numbers["tokens"])
+        assert sum(row["tokens"] for row in mine) == numbers["tokens"]
+        assert numbers["words"] == sum(len(text.split()) for text in texts)
+        assert numbers["word_ppl"] == pytest.approx(2 ** (bits / numbers["words"]))
+        mine = [row for row in stats if row["subset"] == subset]
+        assert sum(row["count"] for row in mine) == len(expected)
+        nats = sum(row["count"] * row["logprob"] for row in mine)
+        assert -nats / math.log(2) == pytest.approx(bits)
+
+
+def test_a_file_for_words_is_checked_before_the_work(run, trained):
+    command = run("validate", "--path", trained, "--cpu", "--output-word-stats", trained)
+    assert command.code == 1
+    assert f"--output-word-stats {trained} is a folder" in command.error

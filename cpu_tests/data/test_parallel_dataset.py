@@ -8,7 +8,7 @@ from scalerun.data.length_batches import BatchLimits
 from scalerun.data.loader import BatchLoader, valid_batches
 from scalerun.data.parallel_dataset import ParallelDataset, ParallelRecipe, Side
 from scalerun.data.quarantine import QuarantineFile
-from scalerun.data.segment_dataset import SegmentDataset, SegmentFile
+from scalerun.data.segment_dataset import SEGMENTS, SegmentFile
 from scalerun.data.token_cache import TokenCache
 from scalerun.dataclass.errors import UserError
 
@@ -26,9 +26,7 @@ def open_pairs(tmp_path, numbers, write_lines):
         ):
             file = SegmentFile(tmp_path / f"train.{name}", f"train.{name}")
             write_lines(file.path, lines)
-            cache = TokenCache(
-                tmp_path / "cache", numbers, skip_bad_records=skip, reader=SegmentDataset
-            )
+            cache = TokenCache(tmp_path / "cache", numbers, skip_bad_records=skip, kind=SEGMENTS)
             sides.append(Side(file, cache, positions, f"--max-{name}-positions"))
         recipe = ParallelRecipe(limits or BatchLimits(max_sentences=2), seed, skip)
         quarantine = QuarantineFile(tmp_path / "quarantine.jsonl")

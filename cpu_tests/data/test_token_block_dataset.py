@@ -18,13 +18,16 @@ class Tokens:
         self.tokens = np.array([t for d in documents for t in [*d, END]], dtype=np.uint16)
         self.ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         self.num_documents = len(documents)
+        self.sources = None
 
 
-def pack(documents, mode, length, *, split_long=False, order=None, files=1):
+def pack(documents, mode, length, *, split_long=False, order=None, files=1, window=0, borders=None):
     parts = [documents[i::files] for i in range(files)]
     order = np.arange(len(documents)) if order is None else np.array(order, dtype=np.int64)
-    packing = Packing(mode, length, split_long)
-    return TokenBlockDataset([Tokens(part) for part in parts], order, packing, end_id=END)
+    packing = Packing(mode, length, split_long, window)
+    return TokenBlockDataset(
+        [Tokens(part) for part in parts], order, packing, end_id=END, borders=borders
+    )
 
 
 def targets(blocks):
@@ -113,6 +116,46 @@ def test_what_training_drops_is_counted_and_comes_from_long_documents(documents,
     assert blocks.num_dropped == sum(max(len(d) + 1 - length, 0) for d in documents)
 
 
+def texts_apart(lines, length, borders=()):
+    """The targets of ``complete_doc``, line by line, as its rule says it."""
+    sequences, current = [], []
+    for number, line in enumerate(lines):
+        ids = [*line, END]
+        if number in borders or not line or len(current) + len(ids) > length:
+            sequences.append(current)
+            current = []
+        current += ids if line else []
+    return [sequence[:length] for sequence in [*sequences, current] if sequence]
+
+
+LINES = [[5], [6, 7], [], [], [8], [9, 10, 11, 12, 13, 14], [15], []]
+
+
+def test_complete_doc_keeps_texts_apart_and_has_no_empty_lines():
+    blocks = pack(LINES, "complete_doc", 6)
+    assert targets(blocks) == [[5, 2, 6, 7, 2], [8, 2], [9, 10, 11, 12, 13, 14], [15, 2]]
+    assert [block.tokens[0] for block in blocks] == [END] * 4
+    assert (blocks.num_separators, blocks.num_dropped) == (3, 1)
+    borders = np.array([0, 1])
+    assert targets(pack(LINES, "complete_doc", 6, borders=borders))[:2] == [[5, 2], [6, 7, 2]]
+
+
+lines = st.lists(st.lists(st.integers(4, 99), max_size=6), max_size=25)
+
+
+@given(lines, st.integers(1, 15), st.sets(st.integers(0, 24)))
+@settings(max_examples=300, deadline=None)
+def test_complete_doc_follows_its_rule(lines, length, borders):
+    borders = {border for border in borders if border < len(lines)}
+    given = np.array(sorted(borders), dtype=np.int64)
+    blocks = pack(lines, "complete_doc", length, borders=given)
+    assert targets(blocks) == texts_apart(lines, length, borders)
+    whole = pack(lines, "complete_doc", length, borders=given, split_long=True)
+    scored = [t for block in targets(whole) for t in block]
+    assert scored == [t for line in lines if line for t in [*line, END]]
+    assert len(scored) == whole.num_tokens - whole.num_separators
+
+
 def test_repeated_documents_and_reordered_sequences():
     blocks = pack(TABLE, "eos", 9, order=[3, 1, 3])
     assert targets(blocks) == [[40, 2], [20, 21, 2], [40, 2]]
@@ -136,3 +179,42 @@ def test_any_sequence_is_found_without_reading_the_others(tmp_path, text_file, n
     blocks = TokenBlockDataset([file], np.arange(500), packing, end_id=END)
     assert len(blocks) == 5000
     assert blocks[4321].tokens[1:].tolist() == file.tokens[43210:43220].tolist()
+
+
+@given(documents, st.sampled_from(["none", "complete", "eos", "eos_pad_8"]), st.data())
+@settings(max_examples=200, deadline=None)
+def test_every_target_is_scored_once_behind_a_whole_window(documents, mode, data):
+    """The reference: a target that the cut without windows gives less context gets the window."""
+    length = data.draw(st.integers(2, 15))
+    window = data.draw(st.integers(1, length - 1))
+    stream = [t for document in documents for t in [*document, END]]
+    blocks = pack(documents, mode, length, split_long=True, window=window)
+    if mode == "none":
+        borders = {0}
+    else:
+        plain = pack(documents, mode, 10**6 if mode != "complete" else length, split_long=True)
+        sizes = [len(t) for t in targets(plain)]
+        ends = np.cumsum([0] + [len(d) + 1 for d in documents]).tolist()
+        borders = {0, *np.cumsum(sizes).tolist()} & set(ends)
+    scored = 0
+    for block in blocks:
+        size = len(block.tokens) - 1
+        given = np.zeros(size, bool) if block.given is None else block.given
+        assert size <= block.length <= length
+        assert given.tolist() == sorted(given.tolist(), reverse=True)
+        first = scored - int(given.sum())
+        assert block.tokens[1:].tolist() == stream[first : first + size]
+        assert block.tokens[0] == (stream[first - 1] if first else END)
+        assert int(given.sum()) == (0 if scored in borders else window)
+        assert [first + s for s in block.starts] == [
+            e for e in np.cumsum([0] + [len(d) + 1 for d in documents])[:-1].tolist()
+            if first <= e < first + size
+        ]  # fmt: skip
+        scored += size - int(given.sum())
+    assert scored == len(stream)
+
+
+def test_windows_overlap():
+    blocks = pack(TABLE, "eos", 3, split_long=True, window=2)
+    assert [b.tokens[1:].tolist() for b in blocks][:3] == [[10, 11, 12], [11, 12, 13], [12, 13, 2]]
+    assert blocks[1].given.tolist() == [True, True, False]

@@ -124,6 +124,13 @@ def test_repeated_list_flags_add_up_and_repeated_scalars_keep_the_last():
     assert cfg.common.seed == 4
 
 
+def test_an_empty_list_forgets_what_was_given_before():
+    cfg = parse("--skip-batches", "1-2", "--skip-batches", "[]")
+    assert cfg.dataset.skip_batches == []
+    cfg = parse("--skip-batches", "1-2", "--skip-batches", "[]", "--skip-batches", "5")
+    assert cfg.dataset.skip_batches == ["5"]
+
+
 def test_a_positional_list_takes_all_free_words_and_keeps_their_commas():
     @dataclass
     class ManyConfig(ScalerunDataclass):

@@ -25,6 +25,11 @@ def fail(message):
     raise UserError(message)
 
 
+def named(error):
+    """The ranks that an error is said to be of, and what it says."""
+    return getattr(error, "__notes__", []), str(error)
+
+
 def test_ranks_agree():
     def work(rank):
         control = Control(rank, 4, dist.group.WORLD)
@@ -49,13 +54,16 @@ def test_ranks_agree():
         for failing in ((1, 3), (0,)):
             with pytest.raises(UserError) as caught:
                 control.together(lambda failing=failing: rank in failing and fail(f"I am {rank}"))
-            errors.append(str(caught.value))
+            errors.append(named(caught.value))
+        with pytest.raises(UserError) as caught:
+            control.together(lambda: fail("we all"))
+        errors.append(named(caught.value))
         with pytest.raises(UserError) as caught:
             control.on_main(lambda: fail(f"rank {rank} has no disk"))
-        errors.append(str(caught.value))
+        errors.append(named(caught.value))
         with pytest.raises(UserError) as caught:
             control.together(lambda: (rank == 3 and fail("I am early")) or control.on_main(int))
-        errors.append(str(caught.value))
+        errors.append(named(caught.value))
         control.barrier()  # all are at the same place again
         return found, errors
 
@@ -71,4 +79,10 @@ def test_ranks_agree():
             # One batch, whose sequences the pairs of neighbours share.
             "slices": (0, 1, rank // 2),
         }
-        assert errors == ["I am 1", "I am 0", "rank 0 has no disk", "I am early"]
+        assert errors == [
+            (["rank 1"], "I am 1"),
+            (["rank 0"], "I am 0"),
+            ([], "we all"),
+            ([], "rank 0 has no disk"),
+            (["rank 3"], "I am early"),
+        ]

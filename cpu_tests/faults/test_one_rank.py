@@ -14,7 +14,7 @@ from scalerun.dataclass.errors import UserError
 def as_ranks(start, tmp_path):
     """Start the command once for each rank, each in a folder and with flags of its own."""
 
-    def as_ranks(*ranks, common=()):
+    def as_ranks(*ranks, common=(), seconds=20):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -22,7 +22,7 @@ def as_ranks(start, tmp_path):
         for rank, (folder, words) in enumerate(ranks):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(ranks)}
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            words = [*common, "--distributed-timeout-seconds", "20", *words]
+            words = [*common, "--distributed-timeout-seconds", seconds, *words]
             env = {name: str(value) for name, value in place.items()}
             commands.append(start("train", "data", *words, cwd=folder, env=env))
         for command in commands:
@@ -40,15 +40,16 @@ def homes(tmp_path):
     return tmp_path / "here", tmp_path / "there"
 
 
-def errors(commands):
+def error(commands):
+    """The sentence that rank 0 says for all."""
     assert [c.code for c in commands] == [commands[0].code] * len(commands)
     assert commands[0].code in (1, 2)
-    for rank, command in enumerate(commands):
-        assert command.error.startswith(f"error: rank {rank}: "), command.stderr
+    for command in commands:
         assert "Traceback" not in command.stderr
-    found = {c.error.split(": ", 2)[2] for c in commands}
-    assert len(found) == 1, found
-    return found.pop()
+    first, *others = (command.stderr.count("error: ") for command in commands)
+    assert first == 1, commands[0].stderr
+    assert not any(others), [c.stderr for c in commands]
+    return commands[0].error.removeprefix("error: ")
 
 
 @pytest.fixture
@@ -59,14 +60,32 @@ def flags(tiny, tmp_path):
 def test_a_rank_without_the_data_ends_all(as_ranks, homes, flags):
     here, there = homes
     (there / "data").rename(there / "elsewhere")
-    assert "data" in errors(as_ranks((here, ()), (there, ()), common=flags))
+    message = error(as_ranks((here, ()), (there, ()), common=flags))
+    assert message.startswith("rank 1: the data folder data ")
+
+
+@pytest.mark.parametrize(
+    ("common", "message"),
+    [(("--layers", "2"), "--layers is not a flag"), (("--tokenizer", "no"), "--tokenizer no does")],
+)
+def test_what_is_wrong_everywhere_is_said_once(common, message, as_ranks, homes, flags):
+    here, _ = homes
+    assert error(as_ranks((here, ()), (here, ()), common=[*flags, *common])).startswith(message)
+
+
+def test_a_mistyped_flag_of_one_rank_is_that_ranks_alone(as_ranks, homes, flags):
+    here, _ = homes
+    first, second = as_ranks((here, ()), (here, ("--layers", "2")), common=flags, seconds=4)
+    assert (first.code, second.code) == (1, 2)
+    assert first.error.startswith("error: rank 0: the other 1 ranks could not be met")
+    assert second.error.startswith("error: rank 1: --layers is not a flag")
 
 
 def test_a_rank_with_other_data_ends_all(as_ranks, homes, flags):
     here, there = homes
     file = there / "data/train/00/verse.jsonl"
     file.write_text(file.read_text().replace("cat", "cow"))
-    message = errors(as_ranks((here, ()), (there, ()), common=flags))
+    message = error(as_ranks((here, ()), (there, ()), common=flags))
     assert "rank 1" in message
     assert "training text" in message
 
@@ -103,4 +122,4 @@ def test_a_bad_record_that_one_rank_meets_ends_all_and_loses_nothing(tmp_path):
 )
 def test_unequal_flags_end_all(own, message, as_ranks, homes, flags):
     here, _ = homes
-    assert errors(as_ranks((here, ()), (here, own), common=flags)).startswith(message)
+    assert error(as_ranks((here, ()), (here, own), common=flags)).startswith(message)

@@ -67,6 +67,7 @@ def test_a_nan_on_one_rank_stops_all_and_leaves_the_weights(
     assert "Traceback" not in command.stderr
     assert command.error.startswith("error: update 3 on rank 1 is not finite: the output of ")
     assert "1.ffn" in command.error
+    assert "FSDP" not in command.error
     assert "the weights are those of update 2" in command.error
     assert kept(tmp_path / "run") == ["checkpoint_1", "checkpoint_2"]
     assert digest(tmp_path / "run/checkpoint_2") == digest(straight / "checkpoint_2")

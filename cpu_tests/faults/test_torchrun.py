@@ -24,6 +24,17 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
+def test_an_error_of_all_ranks_is_said_once(tmp_path):
+    command = [*TORCHRUN, "--standalone", "-m", "scalerun.cli.train", "data", "--no-such-flag"]
+    job = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), cwd=tmp_path, check=False
+    )
+    assert job.returncode == 1
+    said = [line for line in job.stderr.splitlines() if "error: " in line]
+    assert len(said) == 1, job.stderr
+    assert said[0].startswith("error: --")
+
+
 @pytest.mark.long
 @pytest.mark.timeout(120 + 30 * KILLS)
 def test_killed_workers_cost_at_most_one_save_interval(run, corpus, tiny, tmp_path):

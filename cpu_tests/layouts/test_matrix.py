@@ -11,11 +11,14 @@ from cpu_tests.world import run_world
 pytestmark = [pytest.mark.layouts, pytest.mark.timeout(3000)]
 
 UPDATES = 20
+CALM = ("--lr", "0.001")
+"""At ten times the rate, training by itself makes a hundred times more of a rounding error in ten
+updates."""
 VARIANTS = {
-    "plain": (),
-    "frozen": ("--freeze-params", "*layers.0.*"),
-    "recomputed": ("--checkpoint-activations",),
-    "without logits": ("--cross-entropy-chunk-tokens", "8"),
+    "plain": CALM,
+    "frozen": (*CALM, "--freeze-params", "*layers.0.*"),
+    "recomputed": (*CALM, "--checkpoint-activations"),
+    "without logits": (*CALM, "--cross-entropy-chunk-tokens", "8"),
 }
 
 
@@ -50,7 +53,7 @@ def test_20_updates_are_those_of_one_process(name, variant, alone, tmp_path):
     )
     for architecture in layout.architectures:
         reference = expected[variant][architecture]
-        agree(reference, results[0][architecture], f"{architecture}, {variant}, at {name}")
+        agree(reference, results[0][architecture], architecture, f"{variant}, at {name}")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -24,6 +24,6 @@ def test_a_layout_changes_no_number(name, alone, tmp_path):
     results = run_world(layout.size, lambda rank: train_at(layout, data, tmp_path, updates=UPDATES))
     for architecture in layout.architectures:
         reference = expected[architecture]
-        agree(reference, results[0][architecture], f"{architecture} at {name}")
+        agree(reference, results[0][architecture], architecture, f"at {name}")
         read = sorted(i for runs in results for i in runs[architecture].sample_ids)
         assert read == sorted(reference.sample_ids * (layout.size // layout.data_size))

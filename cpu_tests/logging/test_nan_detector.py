@@ -2,7 +2,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from cpu_tests.world import run_world
 from scalerun.logging.nan_detector import NanDetector, describe_values, nonfinite_gradients
 
 
@@ -109,3 +112,16 @@ def test_values_are_described_by_kind_count_and_range() -> None:
     tensor = torch.tensor([torch.nan, torch.inf, -torch.inf, -torch.inf, 1.0, -2.0])
     assert describe_values(tensor) == "(6,) with 1 NaN, 1 Inf, 2 -Inf, finite values from -2 to 1"
     assert describe_values(torch.zeros(0)) == "(0,) with no values"
+
+
+def test_a_sharded_module_goes_by_the_name_of_its_own_class() -> None:
+    def work(rank: int) -> str:
+        model = Model(Log())
+        for module in (model.first, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        with NanDetector(model) as detector:
+            model(torch.full((1, 2), torch.nan))
+        return detector.describe()
+
+    (text,) = run_world(1, work)
+    assert text.startswith("the output of first (Linear) is the first that is not finite")

@@ -86,8 +86,26 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
             "saved | update 7 | checkpoint c | ok True",
         ),
         (
-            {"kind": "event", "event": "data", "num_updates": 0, "subset": "plays", "shards": 2},
-            "data | update 0 | subset plays | shards 2",
+            {
+                "kind": "event",
+                "event": "data",
+                "num_updates": 0,
+                "subset": "plays",
+                "shards": 2,
+                "shards_read": 1,
+                "corpora": ["a", "b"],
+                "num_corpora": 2,
+                "documents": 3,
+                "lines": 4,
+                "lines_blank": 1,
+                "lines_quarantined": 0,
+                "fingerprint": "01-02",
+            },
+            "data | update 0 | subset plays | shards 2 | shards_read 1 | documents 3",
+        ),
+        (
+            {"kind": "event", "event": "data", "subset": "plays", "lines_quarantined": 2},
+            "data | subset plays | lines_quarantined 2",
         ),
         (
             {"kind": "train", "loss_scale": 1.0, "gnorm": 0.5, "clip": 0.0, "tokens_seen": 9},

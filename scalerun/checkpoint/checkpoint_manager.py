@@ -49,6 +49,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+WEIGHTS = frozenset(("model", "task"))
+"""Parts that ``--finetune-from-model`` loads: the second one compares the vocabulary."""
+
 
 class Stateful(Protocol):
     """Anything that can be saved: nested dictionaries of tensors and JSON values."""
@@ -71,9 +74,9 @@ class LoadedCheckpoint:
     state: dict[str, Any]
     """Plain values of every part, also of parts that were not loaded."""
     restored: bool
-    """It came from ``--restore-file``, not from the run folder."""
+    """It came from another run, not from the run folder."""
     missing: frozenset[str] = frozenset()
-    """Optional parts that the checkpoint does not have."""
+    """Optional parts that were not loaded: the checkpoint lacks them, or they were not wanted."""
 
 
 class CheckpointManager:
@@ -175,7 +178,8 @@ class CheckpointManager:
     ) -> LoadedCheckpoint | None:
         """Restore the newest whole checkpoint of the run folder, or else ``--restore-file``.
 
-        A damaged checkpoint is reported, left alone, and the one before it is used.
+        In its place ``--finetune-from-model`` gives :data:`WEIGHTS` alone. A damaged checkpoint is
+        reported, left alone, and the one before it is used.
 
         Args:
             state: objects by part, as for :meth:`save`.
@@ -187,21 +191,23 @@ class CheckpointManager:
             None for a fresh run.
 
         Raises:
-            UserError: ``--restore-file`` is missing or damaged, all checkpoints of the run are
-                damaged, or the checkpoint does not fit.
+            UserError: the other run's checkpoint is missing or damaged, all checkpoints of the run
+                are damaged, or the checkpoint does not fit.
         """
         self.wait()
         started = time.monotonic()
         folder = self.control.on_main(lambda: newest_whole(self.folder, self._report_damaged))
         own = folder is not None
-        if own and self.cfg.restore_file is not None:
-            logger.info("--restore-file is not used: %s has its own checkpoints", self.folder.path)
-        if folder is None and self.cfg.restore_file is not None:
-            given = self.cfg.restore_file
-            folder = self.control.on_main(lambda: find_checkpoint(given, "--restore-file"))
+        flag, given = self._other_run()
+        if own and given is not None:
+            logger.info("%s is not used: %s has its own checkpoints", flag, self.folder.path)
+        if folder is None and given is not None:
+            folder = self.control.on_main(lambda: find_checkpoint(given, flag))
         if folder is None:
             return None
         manifest = read_manifest(folder)
+        if self.cfg.finetune_from_model is not None:
+            skip = state.keys() - WEIGHTS
         left_out = () if own else skip
         wanted = {part: owner for part, owner in state.items() if part not in left_out}
         whole = folder
@@ -229,8 +235,16 @@ class CheckpointManager:
             epoch_end=manifest.epoch_end,
             state=plain,
             restored=not own,
-            missing=frozenset(part for part in wanted if part not in plain),
+            missing=frozenset(
+                p for p in optional if p in state and not (p in wanted and p in plain)
+            ),
         )
+
+    def _other_run(self) -> tuple[str, str | None]:
+        """The flag that names another run's checkpoint, and its value."""
+        if self.cfg.finetune_from_model is not None:
+            return "--finetune-from-model", self.cfg.finetune_from_model
+        return "--restore-file", self.cfg.restore_file
 
     def best_metric(self) -> float | None:
         """The best value of the checkpoint metric among the run's checkpoints."""

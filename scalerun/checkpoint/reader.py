@@ -65,7 +65,9 @@ def find_checkpoint(path: str | Path, flag: str = "--path", *, checksums: bool =
     if is_checkpoint(path):
         verify(path, checksums=checksums)
         return path
-    found = newest_whole(CheckpointFolder(path), checksums=checksums)
+    found = newest_whole(
+        CheckpointFolder(path), checksums=checksums, remedy=f"give {flag} another run"
+    )
     if found is None:
         raise UserError(f"{flag} {path} holds no checkpoint; {_what_exists(path.parent)}")
     return found
@@ -82,12 +84,14 @@ def newest_whole(
     on_damaged: Callable[[int, Path, str], None] | None = None,
     *,
     checksums: bool = True,
+    remedy: str = "move them away to start anew",
 ) -> Path | None:
     """The newest checkpoint of a run that is what its manifest says; None when there is none.
 
     Args:
         on_damaged: called with the update, the folder and the finding of each that is passed over.
         checksums: as for :func:`find_checkpoint`.
+        remedy: what to do where none is whole.
 
     Raises:
         UserError: there are checkpoints and all of them are damaged.
@@ -111,10 +115,7 @@ def newest_whole(
             on_damaged(num_updates, path, reason)
     if damaged and whole is None:
         findings = "; ".join(f"{path.name}: {reason}" for _, path, reason in damaged)
-        raise UserError(
-            f"every checkpoint in {folder.path} is damaged ({findings}); move them away to start "
-            "anew"
-        )
+        raise UserError(f"every checkpoint in {folder.path} is damaged ({findings}); {remedy}")
     return whole
 
 

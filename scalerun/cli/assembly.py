@@ -15,16 +15,17 @@ from scalerun.cli.inference import ASSETS_FOLDER, CONFIG_FILE
 from scalerun.criterions.base_criterion import build_criterion
 from scalerun.data.length_batches import train_limits, valid_limits
 from scalerun.data.loader import BatchLoader
-from scalerun.dataclass.configs import SCORES, CheckpointConfig, ScalerunConfig
+from scalerun.dataclass.configs import CheckpointConfig, ScalerunConfig
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.distributed.launch import choose_device
-from scalerun.distributed.parallelize import gradient_sum, parallelize
+from scalerun.distributed.parallelize import check_backend, gradient_sum, parallelize, wrap_built
 from scalerun.distributed.precision import Precision, choose_precision
 from scalerun.distributed.ranks import ALONE, Ranks
 from scalerun.logging.base_sink import BaseSink
 from scalerun.logging.profiler import UpdateProfiler
 from scalerun.logging.sinks import SinkGroup, build_sinks, check_trackers
 from scalerun.logging.throughput import Throughput, measure_matmul_rate
+from scalerun.logging.translation_scores import SCORES
 from scalerun.models.base_model import BaseModel
 from scalerun.models.memory_config import MemoryConfig
 from scalerun.optim.base_optimizer import build_optimizer
@@ -39,7 +40,7 @@ from scalerun.trainer_parts import TrainerParts
 
 logger = logging.getLogger(__name__)
 
-PATHS = {"common": ("user_dir",), "task": ("data", "cache_dir")}
+PATHS = {"common": ("user_dir",), "task": ("data", "cache_dir", "vocabulary")}
 """Settings that name folders, which a checkpoint's user may look for from anywhere."""
 
 
@@ -51,6 +52,7 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> Tr
     """
     check_trackers(cfg.common)
     device = choose_device(cpu=cfg.common.cpu, local_rank=ranks.local_rank)
+    refuse_wrappers(cfg, device)
     precision = choose_precision(fp16=cfg.common.fp16, bf16=cfg.common.bf16, device=device)
     task = build_task(cfg, save_dir, ranks)
     if isinstance(cfg.model, MemoryConfig):
@@ -63,6 +65,9 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> Tr
         meshes=ranks.model_meshes,
         prepare=lambda model: prepare_model(model, cfg, ranks, precision.dtype),
     )
+    gradients = wrap_built(
+        model, ranks, cfg.distributed, units=model.shard_units(), device=device
+    ) or gradient_sum(model, ranks, cfg.distributed, experts=model.expert_units())
     criterion = build_criterion(cfg.criterion).to(device)
     criterion.check_model(model)
     same_bits = cfg.distributed.deterministic_reduce
@@ -96,10 +101,25 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> Tr
         ),
         valid_subsets=valid_subsets,
         ranks=ranks,
-        gradients=gradient_sum(model, ranks, cfg.distributed, experts=model.expert_units()),
+        gradients=gradients,
     )
     describe(cfg, parts)
     return parts
+
+
+def refuse_wrappers(cfg: ScalerunConfig, device: torch.device) -> None:
+    """Refuse a backend that does not work on the device, or not with other flags.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    memory = cfg.model if isinstance(cfg.model, MemoryConfig) else MemoryConfig()
+    others = {
+        "--compile": cfg.common.compile,
+        "--checkpoint-activations": memory.checkpoint_activations,
+        "--offload-activations": memory.offload_activations,
+    }
+    check_backend(cfg.distributed, device, others=others)
 
 
 def build_task(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> BaseTask:

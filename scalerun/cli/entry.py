@@ -10,7 +10,10 @@ from collections.abc import Callable
 
 import torch
 
+from scalerun.dataclass.configs import DistributedConfig
 from scalerun.dataclass.errors import UserError
+from scalerun.distributed.common_error import say_error
+from scalerun.distributed.rendezvous import Rendezvous, find_rendezvous
 from scalerun.distributed.stop_signal import StopRequestedError
 
 logger = logging.getLogger(__name__)
@@ -26,7 +29,7 @@ def run_cli(main: Callable[[], int]) -> None:
     open_closed_streams()
     code, error = outcome(main)
     if error is not None:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error, _place())
     sys.exit(code)
 
 
@@ -36,7 +39,7 @@ def outcome(main: Callable[[], int]) -> tuple[int, str | None]:
         code = main()
         sys.stdout.flush()
     except UserError as error:
-        return _failed(str(error), error.exit_code)
+        return _failed(_noted(error, str(error)), error.exit_code)
     except FloatingPointError as error:
         return _failed(str(error), 1)
     except torch.OutOfMemoryError as error:
@@ -47,7 +50,7 @@ def outcome(main: Callable[[], int]) -> tuple[int, str | None]:
         return 1, None
     except OSError as error:
         what = f"{error.filename}: " if error.filename else ""
-        return _failed(f"{what}{error.strerror or error}", 1)
+        return _failed(_noted(error, f"{what}{error.strerror or error}"), 1)
     except StopRequestedError as stop:
         return 128 + stop.signum, None
     except KeyboardInterrupt:
@@ -63,6 +66,27 @@ def open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def print_error(text: str, place: Rendezvous | None) -> None:
+    """Print an error; one that all ranks of a launcher's job have comes from rank 0 alone.
+
+    Args:
+        place: of this process among those that the launcher started, if one did.
+    """
+    say_error(text, place, lambda line: print(f"error: {line}", file=sys.stderr, flush=True))
+
+
+def _place() -> Rendezvous | None:
+    try:
+        return find_rendezvous(DistributedConfig())
+    except UserError:
+        return None  # the environment contradicts itself, and nothing can be asked
+
+
+def _noted(error: Exception, text: str) -> str:
+    """With the rank that met the error, where others did not."""
+    return "".join(f"{note}: " for note in getattr(error, "__notes__", ())) + text
 
 
 def _failed(message: str, code: int) -> tuple[int, str]:

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 import traceback
 from collections.abc import Callable
 
 import torch
 
-from scalerun.cli.entry import outcome
+from scalerun.cli.entry import outcome, print_error
 from scalerun.dataclass.configs import ScalerunConfig
 from scalerun.dataclass.errors import UserError
 from scalerun.distributed.launch import (
-    Rendezvous,
     choose_device,
     end_process,
-    find_rendezvous,
-    first_line,
     join,
     leave,
 )
 from scalerun.distributed.local_ranks import run_local_ranks
 from scalerun.distributed.mesh import parallel_dims
 from scalerun.distributed.ranks import ALONE, Ranks
+from scalerun.distributed.rendezvous import Rendezvous, find_rendezvous
 
 C10D = torch.distributed.distributed_c10d.__file__
 """Where torch's collectives are: the innermost frame in it names the one that failed."""
-
-logger = logging.getLogger(__name__)
 
 Work = Callable[[Ranks], int]
 """What each rank does; gives its exit code."""
@@ -52,7 +46,7 @@ def on_every_rank(cfg: ScalerunConfig, work: Work) -> int:
     if place is not None:
         code, error = outcome(lambda: as_rank(cfg, place, work))
         if error is not None:
-            print(f"error: rank {place.rank}: {error}", file=sys.stderr)
+            print_error(error, place)
         end_process(code)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max((os.cpu_count() or 1) // world_size, 1))
@@ -81,15 +75,14 @@ def as_rank(cfg: ScalerunConfig, place: Rendezvous, work: Work) -> int:
         ]
         if not collectives:
             raise  # a fault of this rank's own
-        raise UserError(describe_lost(collectives[-1], error, ranks)) from error
+        raise UserError(describe_lost(collectives[-1], ranks)) from error
     return code
 
 
-def describe_lost(collective: str, error: RuntimeError, ranks: Ranks) -> str:
+def describe_lost(collective: str, ranks: Ranks) -> str:
     """What this rank waited for in vain, and how far the others were."""
     seen = ", ".join(f"rank {rank} in {at}" for rank, at in sorted(ranks.places().items()))
     return (
-        f"lost the other ranks in {collective} ({seen or 'nothing is known of any rank'}): "
-        f"{first_line(error)}; look at the ranks that are behind or gone, or raise "
-        "--distributed-timeout-seconds"
+        f"lost the other ranks in {collective} ({seen or 'nothing is known of any rank'}); "
+        "look at the ranks that are behind or gone, or raise --distributed-timeout-seconds"
     )

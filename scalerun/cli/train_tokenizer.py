@@ -18,9 +18,9 @@ from scalerun.data.part import Part, check_valid_fraction
 from scalerun.data.segment_dataset import SegmentDataset, SegmentFile
 from scalerun.data.tokenizer import load_tokenizer
 from scalerun.data.tokenizer_training import train_byte_level_bpe, train_sentencepiece
-from scalerun.dataclass.configs import at_least
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
+from scalerun.dataclass.ranges import at_least
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.logging.console import setup_logging
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scalerun.cli.entry import run_cli
@@ -12,9 +12,9 @@ from scalerun.cli.inference_config import InferenceConfig
 from scalerun.cli.output_file import prepare_output_file
 from scalerun.criterions.base_criterion import build_criterion
 from scalerun.data.length_batches import BatchLimits
-from scalerun.dataclass.configs import above_zero, check_num_workers
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
+from scalerun.dataclass.ranges import above_zero, at_least, check_num_workers
 from scalerun.dataclass.scalerun_dataclass import option
 from scalerun.distributed.launch import choose_device
 from scalerun.distributed.stop_signal import StopSignal
@@ -37,8 +37,17 @@ class ValidateConfig(InferenceConfig):
         None, "tokens in a batch of sequences of similar length (default: as in training)"
     )
     max_valid_steps: int | None = option(None, "score at most this many batches of each set")
+    context_window: int = option(
+        0, "tokens of context that every target has at least, but those at the start of a text"
+    )
     num_workers: int = option(0, "processes that prepare batches")
     json: str | None = option(None, "also write the numbers to this file")
+    output_word_probs: str | None = option(
+        None, "file for the log-probability of each word, as JSON lines"
+    )
+    output_word_stats: str | None = option(
+        None, "file for the mean log-probabilities of each different word, as JSON lines"
+    )
 
     def validate(self) -> None:
         super().validate()
@@ -47,6 +56,7 @@ class ValidateConfig(InferenceConfig):
         above_zero("--batch-size", self.batch_size)
         above_zero("--max-tokens", self.max_tokens)
         above_zero("--max-valid-steps", self.max_valid_steps)
+        at_least("--context-window", self.context_window, 0)
         check_num_workers(self.num_workers)
 
 
@@ -54,8 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Score every set, print a table, write ``--json``; return the exit code."""
     cfg = parse_config(ValidateConfig, argv, prog="scalerun-validate")
     setup_logging()
-    if cfg.json is not None:
-        prepare_output_file("--json", Path(cfg.json))
+    for flag, path in (
+        ("--json", cfg.json),
+        ("--output-word-probs", cfg.output_word_probs),
+        ("--output-word-stats", cfg.output_word_stats),
+    ):
+        if path is not None:
+            prepare_output_file(flag, Path(path))
     with StopSignal():
         results = score(cfg)
     print(format_table(results))
@@ -68,12 +83,15 @@ def score(cfg: ValidateConfig) -> list[SubsetResult]:
     """Score every set with the settings that training used, unless told otherwise."""
     # Only now, so that --help need not wait for torch's distributed packages.
     from scalerun.cli.inference import load_for_inference
+    from scalerun.cli.word_scores import WordFiles, WordRecorder
 
     device = choose_device(cpu=cfg.cpu)
     run = load_for_inference(
         cfg.path, device=device, use_ema=cfg.use_ema, data=cfg.data, user_dir=cfg.user_dir
     )
     precision = cfg.precision(run.cfg.common, device)
+    if cfg.context_window:
+        run.task.use_context_window(cfg.context_window)
     dataset = run.cfg.dataset
     if cfg.batch_size is not None or cfg.max_tokens is not None:
         limits = BatchLimits(cfg.batch_size, cfg.max_tokens)
@@ -85,26 +103,30 @@ def score(cfg: ValidateConfig) -> list[SubsetResult]:
             "--valid-subset, or score the training text with --valid-subset train"
         )
     results = []
-    for subset in subsets:
-        result = evaluate(
-            run.task,
-            run.model,
-            build_criterion(run.cfg.criterion).to(device),
-            subset,
-            batch_size=cfg.batch_size or dataset.batch_size_valid or dataset.batch_size or 1,
-            precision=precision,
-            max_steps=cfg.max_valid_steps,
-            num_workers=cfg.num_workers,
-        )
-        assert result is not None
-        results.append(result)
+    with WordFiles(cfg.output_word_probs, cfg.output_word_stats) as files:
+        for subset in subsets:
+            recorder = WordRecorder(run, subset, files) if files.are_wanted else None
+            result = evaluate(
+                run.task,
+                run.model,
+                recorder or build_criterion(run.cfg.criterion).to(device),
+                subset,
+                batch_size=cfg.batch_size or dataset.batch_size_valid or dataset.batch_size or 1,
+                precision=precision,
+                max_steps=cfg.max_valid_steps,
+                num_workers=cfg.num_workers,
+            )
+            assert result is not None
+            words = recorder.finish() if recorder is not None else None
+            results.append(replace(result, words=words))
     return results
 
 
 def format_table(results: Sequence[SubsetResult]) -> str:
     """The numbers in aligned columns, for people."""
     header = ["subset", "loss", "ppl", "bits/byte", "tokens", "documents"]
-    rows = [header]
+    with_words = any(result.words is not None for result in results)
+    rows = [header + ["ppl/word", "words"] * with_words]
     for result in results:
         bits = result.bits_per_byte
         rows.append(
@@ -117,7 +139,10 @@ def format_table(results: Sequence[SubsetResult]) -> str:
                 f"{result.documents:,}",
             ]
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+        if with_words:
+            word_ppl = result.word_ppl
+            rows[-1] += ["-" if word_ppl is None else f"{word_ppl:.2f}", f"{result.words or 0:,}"]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
             [
@@ -130,12 +155,17 @@ def format_table(results: Sequence[SubsetResult]) -> str:
 
 
 def write_json(path: Path, results: Sequence[SubsetResult]) -> None:
-    """Write ``{"<subset>": {"loss", "ppl", "bits_per_byte", "tokens", "documents"}}``."""
+    """Write ``{"<subset>": {"loss", "ppl", "bits_per_byte", "tokens", "documents"}}``.
+
+    With scores of words also ``word_ppl`` and ``words``.
+    """
     content = {}
     for result in results:
         numbers = result.record()
         subset = numbers.pop("subset")
         content[subset] = {**numbers, "documents": result.documents}
+        if result.words is not None:
+            content[subset] |= {"word_ppl": result.word_ppl, "words": result.words}
     try:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     except OSError as error:

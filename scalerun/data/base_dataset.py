@@ -20,7 +20,7 @@ class DatasetCounts:
     tokens: int
     """Target tokens of one pass."""
     num_bytes: int
-    """UTF-8 bytes of the documents' text; 0 when the data has no text."""
+    """UTF-8 bytes of the text that the targets spell; 0 when the data has no text."""
 
     @property
     def bytes_per_token(self) -> float | None:

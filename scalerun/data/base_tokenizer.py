@@ -68,6 +68,15 @@ class BaseTokenizer(ABC):
     def token_text(self, index: int) -> str:
         """One id as a person wants to see it, such as ``" the"``, ``"<0xE2>"`` or ``"</s>"``."""
 
+    def starts_word(self, index: int) -> bool:
+        """Whether the text of an id begins with white space, as a new word does inside a text."""
+        # Some spaces are lost by decoding an id alone, and some bytes are only found by it.
+        return self.token_text(index)[:1].isspace() or self.decode([index])[:1].isspace()
+
+    def piece(self, index: int) -> str:
+        """One id as the vocabulary's file spells it; no two ids have the same piece."""
+        return self.token_text(index)
+
     def is_lossless(self) -> bool:
         """Whether line ends, tabs and runs of spaces survive a round trip."""
         return self.decode(self.encode(PROBE)) == PROBE

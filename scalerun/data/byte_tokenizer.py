@@ -36,8 +36,13 @@ class ByteTokenizer(BaseTokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(index for index in ids if index < NUM_BYTES).decode(errors="replace")
 
+    def piece(self, index: int) -> str:
+        return f"<0x{index:02X}>" if index < NUM_BYTES else self.token_text(index)
+
     def token_text(self, index: int) -> str:
+        if index < 0x80:
+            return chr(index)
         if index < NUM_BYTES:
-            return chr(index) if index < 0x80 else f"<0x{index:02X}>"
+            return self.piece(index)
         special = index - NUM_BYTES
         return SPECIAL_SYMBOLS[special] if special < len(SPECIAL_SYMBOLS) else f"<filler {index}>"

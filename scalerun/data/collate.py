@@ -29,7 +29,7 @@ class Collater:
     empty_length: int = 1
 
     def __call__(self, blocks: Sequence[TokenBlock], sample_ids: Sequence[int]) -> Batch:
-        """Pad sequences to the longest and stack them; targets behind the end are ignored."""
+        """Pad sequences to the longest and stack them; given tokens and padding are no targets."""
         rows = max(len(blocks), 1)
         length = max((block.length for block in blocks), default=self.empty_length)
         tokens = np.full((rows, length), self.pad_id, dtype=np.int64)
@@ -40,6 +40,9 @@ class Collater:
             size = len(block.tokens) - 1
             tokens[i, :size] = block.tokens[:-1]
             targets[i, :size] = block.tokens[1:]
+            if block.given is not None:
+                targets[i, :size][block.given] = IGNORE_INDEX
+                num_targets -= int(block.given.sum())
             begins[i, block.starts] = True
             if size < length:
                 begins[i, size] = True  # padding is a document of its own

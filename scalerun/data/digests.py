@@ -108,6 +108,18 @@ def file_digest(path: Path, pieces: int = 0) -> str:
     return state.hexdigest()
 
 
+def sampled_digest(path: Path) -> str:
+    """As :meth:`DigestMemo.sampled`, without a memory.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        return file_digest(path, 0 if path.stat().st_size <= SAMPLE_BYTES else SAMPLE_PIECES)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def _entry(path: Path, kind: str) -> str:
     stat = path.stat()
     return f"{kind} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {path.resolve()}"

@@ -15,28 +15,33 @@ FILLER = "madeupword"
 """How the names of symbols begin that only fill a vocabulary up."""
 
 
-def read_fairseq_dictionary(path: Path) -> dict[str, int]:
+def read_fairseq_dictionary(path: Path, flag: str = "--dict") -> dict[str, int]:
     """Number of each symbol that the file lists.
+
+    Args:
+        path: fairseq's ``dict.txt``.
+        flag: what named the file, for messages; empty where nothing did.
 
     Raises:
         UserError: the file cannot be read, a line is not a symbol and a count, or a symbol is there
             twice.
     """
+    name = f"{flag} {path}".lstrip()
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
-        raise UserError(f"--dict {path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{name} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"--dict {path} is not UTF-8 text") from error
+        raise UserError(f"{name} is not UTF-8 text") from error
     numbers: dict[str, int] = {}
     for i, line in enumerate(lines, start=1):
         if not line and i == len(lines):
             break
         symbol, _, count = line.rpartition(" ")
         if not symbol or not count.isdecimal():
-            raise UserError(f"--dict {path}:{i} is {line!r}; a line is a symbol, a space, a count")
+            raise UserError(f"{name}:{i} is {line!r}; a line is a symbol, a space, a count")
         if symbol in numbers:
-            raise UserError(f"--dict {path}:{i} has {symbol!r} a second time")
+            raise UserError(f"{name}:{i} has {symbol!r} a second time")
         numbers[symbol] = NUM_SPECIAL + len(numbers)
     return numbers
 

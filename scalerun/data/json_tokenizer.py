@@ -21,6 +21,9 @@ from scalerun.data.base_tokenizer import (
 from scalerun.data.dictionary import Dictionary
 from scalerun.dataclass.errors import UserError
 
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""How vocabularies that come from sentencepiece write a space inside a token."""
+
 
 class JsonTokenizer(BaseTokenizer):
     """A tokenizer of the `tokenizers` library.
@@ -132,10 +135,19 @@ class JsonTokenizer(BaseTokenizer):
         kept = [index for index in ids if index not in self._dropped]
         return self._model.decode(kept, skip_special_tokens=False)
 
-    def token_text(self, index: int) -> str:
+    def starts_word(self, index: int) -> bool:
+        # Alone, a token that spells its space as sentencepiece does is decoded without it.
+        name = self._model.id_to_token(index) or ""
+        return name.startswith(SPACE) or super().starts_word(index)
+
+    def piece(self, index: int) -> str:
         name = self._model.id_to_token(index)
         if name is None:
             return "<pad>" if index == self.dictionary.pad else f"<filler {index}>"
+        return name
+
+    def token_text(self, index: int) -> str:
+        name = self.piece(index)
         if index in self._dropped:
             return name
         text = self._model.decode([index], skip_special_tokens=False)

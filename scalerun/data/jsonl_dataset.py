@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -71,12 +71,15 @@ class JsonlDataset:
     """Iterates over the texts of a ``.jsonl`` file (also compressed) or of a ``.txt`` file.
 
     Each line is a JSON object whose key ``text`` is a document; other keys are ignored. A ``.txt``
-    file is one document whose line ends become line feeds.
+    file is one document whose line ends become line feeds. With another ``parse`` lines hold
+    documents of another kind, which ``.txt`` files cannot.
 
     Args:
         file: which file.
         on_bad_record: called with each bad record; None stops at the first one.
         part: which documents to give; None for all.
+        parse: makes the document of a line, or raises :class:`BadRecord`; by default the value of
+            ``text``. An empty document has nothing to learn from.
 
     Raises (while iterating):
         UserError: a bad record, with file, line and reason; or the file cannot be read.
@@ -88,10 +91,12 @@ class JsonlDataset:
         on_bad_record: Callable[[QuarantinedRecord], None] | None = None,
         *,
         part: Part | None = None,
+        parse: Callable[[bytes], str] | None = None,
     ) -> None:
         self.file = file
         self.on_bad_record = on_bad_record
         self.part = part
+        self.parse = parse
         self.counts = ReadCounts()
         """Complete once the iteration has ended."""
 
@@ -104,8 +109,14 @@ class JsonlDataset:
 
     def _documents(self) -> Iterator[str]:
         counts = self.counts
-        records = [self._whole_file()] if self.file.suffix == ".txt" else read_lines(self.file.path)
-        parse = parse_text if self.file.suffix == ".txt" else parse_record
+        is_text = self.file.suffix == ".txt"
+        if is_text and self.parse is not None:
+            raise UserError(
+                f"{self.file.path} is one text, and this --task reads records of more than a text; "
+                "give .jsonl files"
+            )
+        records = [self._whole_file()] if is_text else read_lines(self.file.path)
+        parse = parse_text if is_text else (self.parse or parse_record)
         for line in records:
             counts.lines += 1
             if isinstance(line, bytes) and not line.strip():
@@ -150,6 +161,15 @@ def parse_record(line: bytes) -> str:
     Raises:
         BadRecord: there is none.
     """
+    return parse_strings(line, ("text",))[0]
+
+
+def parse_strings(line: bytes, keys: Sequence[str]) -> list[str]:
+    """The strings under some keys of a JSON object; other keys are ignored.
+
+    Raises:
+        BadRecord: the line is no such object.
+    """
     try:
         record = json.loads(decode_line(line), object_pairs_hook=_object)
     except json.JSONDecodeError as error:
@@ -161,21 +181,9 @@ def parse_record(line: bytes) -> str:
     if isinstance(record, _DuplicateKey):
         raise BadRecord(f"the key {record.key!r} appears twice")
     if not isinstance(record, dict):
-        raise BadRecord(f"{_kind(record)} instead of a JSON object with the key 'text'")
-    if "text" not in record:
-        keys = [repr(key) for key in record]
-        shown = ", ".join(keys[:MAX_KEYS_SHOWN]) + (", ..." if keys[MAX_KEYS_SHOWN:] else "")
-        raise BadRecord(f"no key 'text' (keys: {shown or 'none'})")
-    text = record["text"]
-    if not isinstance(text, str):
-        raise BadRecord(f"the value of 'text' is {_kind(text)} instead of a string")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRecord(
-            f"'text' has half a surrogate pair at character {error.start + 1}"
-        ) from error
-    return text
+        wanted = " and ".join(repr(key) for key in keys)
+        raise BadRecord(f"{_kind(record)} instead of a JSON object with the key {wanted}")
+    return [_string(record, key) for key in keys]
 
 
 def parse_text(content: bytes) -> str:
@@ -201,6 +209,23 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _DuplicateKey:
         return result
     keys = [key for key, _ in pairs]
     return _DuplicateKey(next(key for key in keys if keys.count(key) > 1))
+
+
+def _string(record: dict[str, Any], key: str) -> str:
+    if key not in record:
+        keys = [repr(each) for each in record]
+        shown = ", ".join(keys[:MAX_KEYS_SHOWN]) + (", ..." if keys[MAX_KEYS_SHOWN:] else "")
+        raise BadRecord(f"no key {key!r} (keys: {shown or 'none'})")
+    text = record[key]
+    if not isinstance(text, str):
+        raise BadRecord(f"the value of {key!r} is {_kind(text)} instead of a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRecord(
+            f"{key!r} has half a surrogate pair at character {error.start + 1}"
+        ) from error
+    return text
 
 
 def decode_line(content: bytes) -> str:

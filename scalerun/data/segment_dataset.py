@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from scalerun.data.document_kind import DocumentKind, encode_texts
 from scalerun.data.jsonl_dataset import BadRecord, JsonlDataset, decode_line
 from scalerun.data.layout import TextFile
 from scalerun.data.text_stream import StreamError, read_lines
@@ -43,3 +44,7 @@ class SegmentDataset(JsonlDataset):
                 counts.quarantined += 1
                 self._report(line, str(error))
             yield text if text.strip() else ""
+
+
+SEGMENTS = DocumentKind("one segment a line", SegmentDataset, encode_texts)
+"""Lines of which each is a text of its own."""

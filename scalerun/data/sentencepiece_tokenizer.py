@@ -118,7 +118,6 @@ class SentencePieceTokenizer(BaseTokenizer):
         return self.piece(index).replace(SPACE, " ")
 
     def piece(self, index: int) -> str:
-        """One id as the model's file spells it."""
         if index >= self._size:
             return "<pad>" if index == self.dictionary.pad else f"<filler {index}>"
         return str(self._model.id_to_piece(index))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from scalerun.data.base_dataset import BaseDataset, DatasetCounts
 from scalerun.data.base_tokenizer import content_digest
 from scalerun.data.batch import Batch
 from scalerun.data.collate import Collater
+from scalerun.data.document_kind import PLAIN_TEXT
 from scalerun.data.jsonl_dataset import QuarantinedRecord, ReadCounts
 from scalerun.data.layout import Split, TextFile
 from scalerun.data.mixture_dataset import Mixture, corpus_sizes
@@ -38,6 +39,7 @@ class ShardSummary:
     lines: ReadCounts
     documents: int
     tokens: int
+    """Targets."""
     num_bytes: int
 
 
@@ -110,6 +112,7 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
             "--tokenizer": f"digest {self.cache.tokenizer.digest[:SHOWN_DIGITS]}",
             "--sample-break-mode": packing.break_mode,
             "--tokens-per-sample": str(packing.tokens_per_sample),
+            "the kind of documents": self.cache.kind.name,
             "--seed": str(self.recipe.seed),
             "--corpus-weights": weights or "none",
             "--multicorpus-sampling-alpha": str(mixture.alpha),
@@ -186,11 +189,13 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
         recipe = self.recipe
         settings = [
             self.cache.tokenizer.digest,
-            repr(sorted(asdict(recipe.packing).items())),
+            recipe.packing.settings(),
             repr((recipe.seed, sorted(recipe.mixture.weights.items()), recipe.mixture.alpha)),
         ]
         if self.cache.part is not None:
             settings.append(repr(self.cache.part))
+        if self.cache.kind is not PLAIN_TEXT:
+            settings.append(self.cache.kind.name)
         return "-".join(content_digest(*part)[:DIGEST_DIGITS] for part in (text, settings))
 
     def _survey(self) -> None:
@@ -204,13 +209,13 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
     def _summarise(self, index: int, files: Sequence[TokenFile]) -> None:
         for file in files:
             self._report_bad_records(file.quarantined)
-        tokens = sum(file.num_tokens for file in files)
         if self.recipe.packing.break_mode == "none" and self.recipe.mixture.is_plain:
-            self._num_samples[index] = -(-tokens // self.recipe.packing.tokens_per_sample)
+            tokens = sum(file.num_tokens for file in files)
+            self._num_samples[index] = self.recipe.packing.num_sequences(tokens)
         self.summaries[index] = ShardSummary(
             lines=sum((file.counts for file in files), ReadCounts()),
             documents=sum(file.num_documents for file in files),
-            tokens=tokens,
+            tokens=sum(file.num_targets for file in files),
             num_bytes=sum(file.num_bytes for file in files),
         )
 
@@ -252,10 +257,10 @@ class StreamingTextDataset(BaseDataset[TokenBlock]):
         self._num_samples[index] = len(blocks)
         if blocks.num_dropped:
             logger.info(
-                "%s, shard %d: --sample-break-mode %s drops %d of %d tokens, at the end of long "
-                "documents",
+                "%s, shard %d: --sample-break-mode %s drops %d of %d tokens; %d long documents "
+                "lose %s",
                 self.name, index, self.recipe.packing.break_mode, blocks.num_dropped,
-                blocks.num_tokens,
+                blocks.num_tokens, blocks.num_long, self.cache.kind.cut,
             )  # fmt: skip
         return blocks
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from scalerun.data.base_tokenizer import BaseTokenizer, content_digest
 from scalerun.data.digests import DigestMemo
+from scalerun.data.document_kind import PLAIN_TEXT, DocumentKind
 from scalerun.data.jsonl_dataset import JsonlDataset, QuarantinedRecord
 from scalerun.data.layout import TextFile
 from scalerun.data.part import Part
@@ -55,7 +56,7 @@ class TokenCache:
         skip_bad_records: leave bad records out instead of stopping at the first.
         num_threads: threads of the tokenizer.
         part: which documents to keep; None for all.
-        reader: gives the documents of a file.
+        kind: what the files hold, and how it becomes tokens.
 
     Raises:
         UserError: the folder cannot be made or written to.
@@ -69,14 +70,14 @@ class TokenCache:
         skip_bad_records: bool = False,
         num_threads: int = 1,
         part: Part | None = None,
-        reader: type[JsonlDataset] = JsonlDataset,
+        kind: DocumentKind = PLAIN_TEXT,
     ) -> None:
         self.folder = folder
         self.tokenizer = tokenizer
         self.skip_bad_records = skip_bad_records
         self.num_threads = num_threads
         self.part = part
-        self.reader = reader
+        self.kind = kind
         with self._explained():
             folder.mkdir(parents=True, exist_ok=True)
         self.digests = DigestMemo(folder / "digests.json")
@@ -119,7 +120,8 @@ class TokenCache:
     def _place(self, file: TextFile) -> tuple[Path, str]:
         content = self.digests.whole(file.path)
         part = () if self.part is None else (repr(self.part),)
-        key = content_digest(FORMAT, content, file.suffix, self.tokenizer.digest, *part)
+        kind = () if self.kind is PLAIN_TEXT else (self.kind.name,)
+        key = content_digest(FORMAT, content, file.suffix, self.tokenizer.digest, *part, *kind)
         readable = _UNSAFE.sub("_", file.corpus)[:MAX_NAME]
         return self.folder / f"{readable}-{key[:32]}.tokens", key
 
@@ -157,12 +159,12 @@ class TokenCache:
         before = file.path.stat()
         quarantined: list[QuarantinedRecord] = []
         on_bad_record = quarantined.append if self.skip_bad_records else None
-        documents = self.reader(file, on_bad_record, part=self.part)
+        documents = self.kind.reader(file, on_bad_record, part=self.part)
         for texts in _in_batches(documents):
             if should_stop():
                 raise PreparationStopped(f"{file.path} was not tokenised to its end")
-            ids = self.tokenizer.encode_batch(texts, num_threads=self.num_threads)
-            writer.add(ids, [len(text.encode()) for text in texts])
+            encoded = self.kind.encode(self.tokenizer, texts, self.num_threads)
+            writer.add(encoded.ids, encoded.num_bytes, encoded.sources)
         after = file.path.stat()
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise UserError(f"{file.path} changed while it was read; start again")

@@ -1,9 +1,10 @@
 """TokenFile: the tokens of one text file, memory-mapped.
 
-Layout: a header of :data:`HEADER_BYTES`, then four sections, each starting at a multiple of 8:
-tokens (uint16 or uint32, every document followed by its end symbol), document ends (int64,
-cumulative tokens), document sizes (int64, UTF-8 bytes), bad records (JSON lines). The header holds
-a checksum of itself and one of the sections.
+Layout: a header of :data:`HEADER_BYTES`, then four or five sections, each starting at a multiple
+of 8: tokens (uint16 or uint32, every document followed by its end symbol), document ends (int64,
+cumulative tokens), document sizes (int64, UTF-8 bytes), bad records (JSON lines), and for documents
+that begin with a source its length (int64, tokens). The header holds a checksum of itself and one
+of the sections.
 """
 
 from __future__ import annotations
@@ -49,15 +50,17 @@ class TokenFile:
     ends: npt.NDArray[np.int64]
     """(N + 1,) cumulative tokens: document i is ``tokens[ends[i] : ends[i + 1]]``."""
     document_bytes: npt.NDArray[np.int64]
-    """(N,) UTF-8 bytes of each document's text."""
+    """(N,) UTF-8 bytes of the text that each document predicts."""
     num_bytes: int
-    """UTF-8 bytes of all documents."""
+    """UTF-8 bytes of what all documents predict."""
     counts: ReadCounts
     """What became of the lines of the text file."""
     quarantined: list[QuarantinedRecord]
     """The bad records that were left out."""
     checksum: int
     """crc32 of the sections, as the header states it."""
+    sources: npt.NDArray[np.int64] | None = None
+    """(N,) tokens at the start of each document that are given, not predicted; None for none."""
 
     @property
     def num_documents(self) -> int:
@@ -68,6 +71,11 @@ class TokenFile:
     def num_tokens(self) -> int:
         """Tokens of all documents, their ends included."""
         return len(self.tokens)
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that are predicted: all but those of the sources."""
+        return len(self.tokens) - (0 if self.sources is None else int(self.sources.sum()))
 
     @classmethod
     def open(cls, path: Path, key: str) -> TokenFile:
@@ -85,7 +93,7 @@ class TokenFile:
             if size != header["size"]:
                 raise InvalidTokenFile(f"{size} bytes instead of {header['size']}")
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        tokens, ends, lengths, records = (
+        tokens, ends, lengths, records, *sources = (
             np.frombuffer(data, dtype=dtype, count=count, offset=start)
             for dtype, start, count in header["sections"]
         )
@@ -104,6 +112,7 @@ class TokenFile:
             counts=ReadCounts(**header["counts"]),
             quarantined=quarantined,
             checksum=header["checksum"],
+            sources=sources[0] if sources else None,
         )
 
     def verify(self) -> None:
@@ -162,6 +171,7 @@ class TokenFileWriter:
         self._num_tokens = 0
         self._lengths: list[npt.NDArray[np.int64]] = []
         self._bytes: list[npt.NDArray[np.int64]] = []
+        self._sources: list[npt.NDArray[np.int64]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -175,8 +185,19 @@ class TokenFileWriter:
         self._file.close()
         self.temporary.unlink(missing_ok=True)
 
-    def add(self, documents: Sequence[Ids], num_bytes: Sequence[int]) -> None:
-        """Append documents, given without their end symbol, and the UTF-8 size of their texts."""
+    def add(
+        self,
+        documents: Sequence[Ids],
+        num_bytes: Sequence[int],
+        sources: Sequence[int] | None = None,
+    ) -> None:
+        """Append documents, given without their end symbol.
+
+        Args:
+            num_bytes: UTF-8 size of the text that each predicts.
+            sources: tokens at the start of each that are not predicted; every call of a file has
+                them, or none has.
+        """
         parts: list[npt.NDArray[Any]] = []
         for ids in documents:
             parts += [np.asarray(ids, dtype=self.dtype), self.end]
@@ -185,6 +206,8 @@ class TokenFileWriter:
         self._num_tokens += len(tokens)
         self._lengths.append(np.array([len(ids) + 1 for ids in documents], dtype=np.int64))
         self._bytes.append(np.array(num_bytes, dtype=np.int64))
+        if sources is not None:
+            self._sources.append(np.array(sources, dtype=np.int64))
 
     def commit(self, counts: ReadCounts, quarantined: Sequence[QuarantinedRecord]) -> None:
         """Write the remaining sections and the header, then give the file its name."""
@@ -194,11 +217,15 @@ class TokenFileWriter:
         ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
         records = "".join(json.dumps(asdict(record)) + "\n" for record in quarantined).encode()
         sections = [(self.dtype.str, HEADER_BYTES, self._num_tokens)]
-        for dtype, content, count in (
+        rest = [
             ("<i8", ends.tobytes(), len(ends)),
             ("<i8", num_bytes.tobytes(), len(num_bytes)),
             ("|u1", records, len(records)),
-        ):
+        ]
+        if self._sources:
+            sources = np.concatenate(self._sources)
+            rest.append(("<i8", sources.tobytes(), len(sources)))
+        for dtype, content, count in rest:
             self._write(b"\0" * (-self._position % ALIGNMENT))
             sections.append((dtype, self._position, count))
             self._write(content)

@@ -5,28 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from scalerun.dataclass.errors import ConfigError
+from scalerun.dataclass.ranges import above_zero, at_least, check_num_workers
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, component, option
 
-MAX_WORKERS = 512
 LOG_FORMATS = ("auto", "tqdm", "simple", "json", "none")
-
-
-def at_least(flag: str, value: float | None, low: float) -> None:
-    """Refuse a number below ``low``; None passes."""
-    if value is not None and value < low:
-        raise ConfigError(f"{flag} is {value:g}; give {low:g} or more")
-
-
-def check_num_workers(value: int) -> None:
-    """Refuse a number of worker processes that no machine has a use for."""
-    if not 0 <= value <= MAX_WORKERS:
-        raise ConfigError(f"--num-workers is {value}; give 0 to {MAX_WORKERS}")
-
-
-def above_zero(flag: str, value: float | None) -> None:
-    """Refuse a number that is not above 0; None passes."""
-    if value is not None and value <= 0:
-        raise ConfigError(f"{flag} is {value:g}; give a number above 0")
 
 
 @dataclass
@@ -97,8 +79,9 @@ class DistributedConfig(ScalerunDataclass):
     ddp_backend: str = option(
         "fully_sharded",
         "parameters, gradients and optimizer state of the data-parallel ranks: sharded (FSDP) or "
-        "whole copies; none for a single data-parallel rank",
-        choices=("fully_sharded", "pytorch_ddp", "none"),
+        "whole copies; fairscale shards with the library of that name, on GPUs; none for a single "
+        "data-parallel rank",
+        choices=("fully_sharded", "pytorch_ddp", "fairscale", "none"),
     )
     replicate_size: int = option(
         1, "copies of the model, each sharded over the rest of the data-parallel ranks (HSDP)"
@@ -145,7 +128,9 @@ class DistributedConfig(ScalerunDataclass):
             at_least(flag, value, 1)
         if self.sequence_parallel and self.model_parallel_size == 1:
             raise ConfigError("--sequence-parallel has no effect without --model-parallel-size")
-        if self.ddp_backend != "fully_sharded":
+        if self.ddp_backend == "fairscale":
+            self._check_fairscale()
+        elif self.ddp_backend != "fully_sharded":
             for flag, given in (
                 ("--replicate-size", self.replicate_size != 1),
                 ("--no-reshard-after-forward", self.no_reshard_after_forward),
@@ -157,6 +142,22 @@ class DistributedConfig(ScalerunDataclass):
                         f"{flag} has no effect with --ddp-backend {self.ddp_backend}; give "
                         "fully_sharded, or leave it out"
                     )
+
+    def _check_fairscale(self) -> None:
+        for flag, given in (
+            ("--replicate-size", self.replicate_size != 1),
+            ("--model-parallel-size", self.model_parallel_size != 1),
+            ("--expert-parallel-size", self.expert_parallel_size != 1),
+            ("--seq-parallel-size", self.seq_parallel_size != 1),
+            ("--gather-in-half", self.gather_in_half),
+            ("--cpu-offload", self.cpu_offload),
+            ("--deterministic-reduce", self.deterministic_reduce),
+        ):
+            if given:
+                raise ConfigError(
+                    f"{flag} does not go with --ddp-backend fairscale; give fully_sharded, or "
+                    "leave it out"
+                )
 
 
 @dataclass
@@ -272,10 +273,6 @@ class OptimizationConfig(ScalerunDataclass):
         return self.update_freq[min(epoch, len(self.update_freq)) - 1]
 
 
-SCORES = ("bleu", "chrf")
-"""What only some tasks measure; larger is better."""
-
-
 @dataclass
 class CheckpointConfig(ScalerunDataclass):
     """Where a run lives, when it is saved, what is kept."""
@@ -283,6 +280,9 @@ class CheckpointConfig(ScalerunDataclass):
     save_dir: str = option("checkpoints", "the run folder")
     restore_file: str | None = option(
         None, "checkpoint or run folder to start from when the run folder has none of its own"
+    )
+    finetune_from_model: str | None = option(
+        None, "checkpoint or run folder to take the weights from, and nothing else, for a new run"
     )
     reset_optimizer: bool = option(False, "do not load the optimizer's state")
     reset_lr_scheduler: bool = option(False, "do not load the schedule's state and update count")
@@ -306,7 +306,7 @@ class CheckpointConfig(ScalerunDataclass):
     best_checkpoint_metric: str = option(
         "loss",
         "validation metric that marks the best checkpoint",
-        choices=("loss", "ppl", "bits_per_byte", *SCORES),
+        choices=("loss", "ppl", "bits_per_byte", "bleu", "chrf"),
     )
     best_checkpoint_subset: str | None = option(
         None, "validation set of that metric (default: the first)"
@@ -383,6 +383,12 @@ class ScalerunConfig(ScalerunDataclass):
         resets = [
             f"--{n.replace('_', '-')}" for n, on in vars(ckpt).items() if "reset_" in n and on
         ]
+        if ckpt.finetune_from_model is not None and (resets or ckpt.restore_file is not None):
+            other = resets[0] if resets else "--restore-file"
+            raise ConfigError(
+                f"--finetune-from-model takes weights alone, and {other} chooses what else to take "
+                "from another run; give one of them"
+            )
         if resets and ckpt.restore_file is None:
             raise ConfigError(f"{resets[0]} says what not to load from --restore-file; give both")
         if self.distributed.gather_in_half and not (common.bf16 or common.fp16):

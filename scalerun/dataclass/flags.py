@@ -64,7 +64,8 @@ class Flag:
         """Give the setting a value.
 
         Args:
-            append: add to the list or dict that is there, since the flag was repeated.
+            append: add to the list or dict that is there, since the flag was repeated; an empty
+                list takes its place.
 
         Raises:
             ConfigError: the text is not of the setting's type or not one of its choices.
@@ -73,7 +74,7 @@ class Flag:
             value: Any = self.type.parse(text)
         except ValueError as error:
             raise ConfigError(f"{self.name}: {error}") from error
-        if append and isinstance(value, list):
+        if append and value and isinstance(value, list):
             value = getattr(self.group, self.field) + value
         elif append and isinstance(value, dict):
             value = getattr(self.group, self.field) | value

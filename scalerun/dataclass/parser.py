@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from scalerun import __version__
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.flags import Flag, FlagTable, flags_of
+from scalerun.dataclass.foreign_flags import without_foreign_flags
 from scalerun.dataclass.help_text import format_help
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.dataclass.yaml_config import (
@@ -138,6 +139,7 @@ class _Builder:
         for path, content in self.files:
             self._merge_file(path, content)
         table = FlagTable(flag for name, group in self._groups() for flag in flags_of(group, name))
+        self.words = without_foreign_flags(self.words, known=self._known(table))
         printing = self._scan(table)
         for flag in table.flags:
             flag.check()
@@ -309,13 +311,17 @@ class _Builder:
                 raise ConfigError(f"{spelling} expects a value ({flag.type.metavar})")
         flag.set(value, append=again)
 
+    def _known(self, table: FlagTable) -> list[str]:
+        """Every spelling that the command takes."""
+        return [*table.by_spelling, *BUILT_IN, *(slot.flag for slot in self.slots)]
+
     def _refuse(self, spelling: str, table: FlagTable) -> NoReturn:
         """Refuse an unknown flag, with the closest ones or the component that has it."""
         for slot in self.slots:
             self._refuse_foreign(
                 slot, spelling, lambda flag: spelling in flag.spellings + flag.negations
             )
-        known = [*table.by_spelling, *BUILT_IN, *(slot.flag for slot in self.slots)]
+        known = self._known(table)
         close = difflib.get_close_matches(spelling, known, n=3, cutoff=0.6)
         prefixed = [name for name in known if name.startswith(spelling) and len(spelling) > 3]
         names = list(dict.fromkeys([*close, *prefixed[:3]]))[:3]

@@ -16,7 +16,8 @@ from types import FrameType
 
 import torch
 
-from scalerun.distributed.launch import Rendezvous, end_process
+from scalerun.distributed.launch import end_process
+from scalerun.distributed.rendezvous import Rendezvous
 
 ADDRESS = "127.0.0.1"
 GRACE_SECONDS = 10.0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
 from scalerun.dataclass.configs import DistributedConfig
+from scalerun.dataclass.errors import ConfigError
 from scalerun.distributed.gradient_sum import GradientSum, LocalSum, ReplicatedSum
 from scalerun.distributed.ranks import Ranks
 from scalerun.distributed.tree_sum import TreeSum, sum_replicated
@@ -63,4 +66,57 @@ def gradient_sum(
             (whole, ranks.meshes.gradient.get_group()),
             (spread, ranks.meshes.sparse["efsdp"].get_group()),
         ]
+    )
+
+
+def check_backend(
+    cfg: DistributedConfig, device: torch.device, *, others: Mapping[str, bool]
+) -> None:
+    """Refuse a backend that cannot work here; to be called before anything is built.
+
+    Args:
+        others: flags that sharding a whole model by wrappers does not go with, and whether they
+            are given.
+
+    Raises:
+        ConfigError: says why.
+    """
+    if cfg.ddp_backend == "fairscale":
+        from scalerun.distributed.fairscale_fsdp import check_fairscale  # slow to import
+
+        check_fairscale(device)
+        for flag in (flag for flag, given in others.items() if given):
+            raise ConfigError(
+                f"{flag} does not go with --ddp-backend fairscale; give fully_sharded, or leave "
+                "it out"
+            )
+
+
+def wrap_built(
+    model: nn.Module,
+    ranks: Ranks,
+    cfg: DistributedConfig,
+    *,
+    units: list[nn.Module],
+    device: torch.device,
+) -> GradientSum | None:
+    """Shard a model that has its weights, with a backend that cannot do it before.
+
+    Returns:
+        How its gradients meet; None where :func:`gradient_sum` says it.
+
+    Raises:
+        ConfigError: the ranks cannot share a parameter.
+    """
+    if cfg.ddp_backend != "fairscale" or ranks.dims.gradient_size == 1:
+        return None
+    from scalerun.distributed.fairscale_fsdp import wrap_model  # slow to import
+
+    assert ranks.meshes is not None
+    return wrap_model(
+        model,
+        ranks.meshes.dense["dp_shard"],
+        units=units,
+        reshard_after_forward=not cfg.no_reshard_after_forward,
+        device=device,
     )

@@ -70,11 +70,16 @@ class Control:
         torch.distributed.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
 
-    def together(self, work: Callable[[], Result]) -> Result:
+    def together(self, work: Callable[[], Result], *, named: bool = True) -> Result:
         """Do something that may fail on some ranks only; then all fail, with the first's error.
+
+        Unless all ranks failed the error gets a note (PEP 678) that names the rank.
 
         The work may itself call :meth:`together` or :meth:`on_main`: a rank that has failed before
         it got there then ends the others in there. It may not gather in any other way.
+
+        Args:
+            named: name the rank where not all failed.
 
         Raises:
             UserError: as raised by ``work`` on the lowest rank where it failed.
@@ -92,10 +97,13 @@ class Control:
         # Called in every update: objects, which travel slowly, are sent only where one is.
         if not self.any(error is not None):
             return result
-        found = self.gather(error)
-        first = next(rank for rank, each in enumerate(found) if each is not None)
-        self._agreed = error if first == self.rank else found[first]
-        assert self._agreed is not None
+        # Some may be in another call of this method, so whoever failed says how to name it.
+        found = self.gather(None if error is None else (error, named))
+        failed = [rank for rank, each in enumerate(found) if each is not None]
+        agreed, to_name = found[failed[0]]  # type: ignore[misc]
+        self._agreed = error if error is not None and failed[0] == self.rank else agreed
+        if to_name and len(failed) < self.world_size:
+            self._agreed.add_note(f"rank {failed[0]}")
         raise self._agreed
 
     def on_main(self, work: Callable[[], Result]) -> Result:
@@ -105,7 +113,7 @@ class Control:
             UserError: as raised by ``work``.
             OSError: the same.
         """
-        result = self.together(lambda: work() if self.is_main else None)
+        result = self.together(lambda: work() if self.is_main else None, named=False)
         return self.from_main(result)  # type: ignore[return-value]
 
     def barrier(self) -> None:

@@ -42,6 +42,17 @@ _HIDDEN_IN_TRAIN = (
     "expert2_balance_top",
     "unused_expert2_count",
 )
+_HIDDEN_IN_DATA = (
+    *_HIDDEN,
+    "corpora",
+    "num_corpora",
+    "lines",
+    "lines_blank",
+    "lines_empty",
+    "lines_other_part",
+    "lines_documents",
+    "fingerprint",
+)
 
 
 def _finite(value: RecordValue) -> RecordValue:
@@ -126,6 +137,10 @@ def describe_record(record: Record) -> str:
     hidden: tuple[str, ...] = _HIDDEN_IN_TRAIN if kind == "train" else _HIDDEN
     if kind == "valid":
         hidden = (*hidden, "subset")
+    if record.get("event") == "data":
+        hidden = _HIDDEN_IN_DATA
+        if not record.get("lines_quarantined"):
+            hidden = (*hidden, "lines_quarantined")
     if record.get("loss_scale") == 1:
         hidden = (*hidden, "loss_scale")
     if kind == "train":

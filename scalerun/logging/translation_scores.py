@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from scalerun.dataclass.errors import ConfigError
 
+SCORES = ("bleu", "chrf")
+"""Names of the numbers; larger is better."""
 TOKENIZERS = ("13a", "intl", "zh", "char", "none")
 """How sacreBLEU may cut texts into the words that BLEU counts."""
 

@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -39,11 +39,17 @@ class BaseTask(ABC):
         dictionary: the vocabulary of the model.
         tokenizer: text to ids and back; None for tasks without text.
         sequence_length: tokens of a full sequence, to estimate what a step costs.
+        vocabulary_source: what names the vocabulary, for messages.
+        slides_windows: whether text that is scored can be cut into overlapping sequences.
+        context_window: tokens that such a sequence repeats from before its targets.
     """
 
     dictionary: Dictionary
     tokenizer: BaseTokenizer | None = None
     sequence_length: int
+    vocabulary_source = "--tokenizer"
+    slides_windows: ClassVar[bool] = False
+    context_window: int = 0
 
     def __init__(self, cfg: ScalerunDataclass) -> None:
         self.cfg = cfg
@@ -106,6 +112,26 @@ class BaseTask(ABC):
         Raises:
             UserError: a set is not there; the message lists those that are.
         """
+
+    def use_context_window(self, size: int) -> None:
+        """Let data that is scored overlap, so that each target has at least this much context.
+
+        Call it before the data is read. What is at the beginning of a text has less.
+
+        Args:
+            size: tokens that a sequence repeats from before its targets.
+
+        Raises:
+            ConfigError: the task has no text to slide over, or its sequences are too short.
+        """
+        if not self.slides_windows:
+            raise ConfigError(f"--task {self.cfg._name} has no --context-window; leave it out")
+        if size >= self.sequence_length:
+            raise ConfigError(
+                f"--context-window {size} leaves a sequence of --tokens-per-sample "
+                f"{self.sequence_length} nothing to score; give less"
+            )
+        self.context_window = size
 
     def build_model(
         self,
@@ -240,15 +266,16 @@ class BaseTask(ABC):
         if state["vocabulary"] is None:
             logger.warning(
                 "the checkpoint does not know its vocabulary, only that it has %d symbols; that "
-                "--tokenizer is the right one is taken on trust",
+                "%s is the right one is taken on trust",
                 state["vocabulary_size"],
+                self.vocabulary_source,
             )
         elif state["vocabulary"] != own["vocabulary"]:
             raise UserError(
                 "the checkpoint was trained with another vocabulary (digest "
-                f"{state['vocabulary'][:8]}, {state['vocabulary_size']} symbols; --tokenizer now "
-                f"gives {own['vocabulary'][:8]}, {own['vocabulary_size']}); give the tokenizer "
-                "that it was trained with"
+                f"{state['vocabulary'][:8]}, {state['vocabulary_size']} symbols; "
+                f"{self.vocabulary_source} now gives {own['vocabulary'][:8]}, "
+                f"{own['vocabulary_size']}); give the one that it was trained with"
             )
 
     def data_report(self) -> list[dict[str, Any]]:

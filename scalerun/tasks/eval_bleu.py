@@ -10,6 +10,7 @@ from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.distributed.ranks import Control, Ranks
 from scalerun.logging.translation_scores import (
+    SCORES,
     TOKENIZERS,
     require_sacrebleu,
     score_translations,
@@ -57,7 +58,7 @@ class EvalBleuConfig(ScalerunDataclass):
         if not self.eval_bleu:
             return ()
         require_sacrebleu("--eval-bleu")
-        return ("bleu", "chrf")
+        return SCORES
 
     def build_scorer(
         self, model: EncoderDecoder, tokenizer: BaseTokenizer, *, pad: int, ranks: Ranks

@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from scalerun.data.collate import Collater
+from scalerun.data.document_kind import PLAIN_TEXT, DocumentKind
 from scalerun.data.layout import TRAIN, VALID, Split, data_folder, find_sets, find_split
 from scalerun.data.mixture_dataset import Mixture
 from scalerun.data.part import Part, check_valid_fraction
@@ -85,8 +86,11 @@ class StreamingLanguageModelingConfig(ScalerunDataclass):
 class StreamingLanguageModelingTask(BaseTask):
     """Predict each token of a text from those before it."""
 
+    kind: ClassVar[DocumentKind] = PLAIN_TEXT
+    """What a line of the text files holds."""
     cfg: StreamingLanguageModelingConfig
     tokenizer: BaseTokenizer
+    slides_windows = True
 
     def __init__(
         self,
@@ -109,11 +113,7 @@ class StreamingLanguageModelingTask(BaseTask):
 
     def check_model(self, model: BaseModel, model_cfg: ScalerunDataclass) -> None:
         super().check_model(model, model_cfg)
-        if not isinstance(model, BaseDecoder):
-            raise ConfigError(
-                f"--arch {model_cfg._name} does not predict the next token, which is what --task "
-                f"{self.cfg._name} trains; give a decoder, such as --arch lm_base"
-            )
+        require_decoder(model, model_cfg, self.cfg)
         if self.cfg.document_masking and not model.masks_documents:
             raise ConfigError(
                 f"--document-masking needs attention, and the mixers of --arch {model_cfg._name} "
@@ -153,10 +153,14 @@ class StreamingLanguageModelingTask(BaseTask):
                 skip_bad_records=cfg.bad_records == "skip",
                 num_threads=usable_cpus(),
                 part=part,
+                kind=self.kind,
             ),
             recipe=Recipe(
                 packing=Packing(
-                    cfg.sample_break_mode, cfg.tokens_per_sample, split_long=not training
+                    cfg.sample_break_mode,
+                    cfg.tokens_per_sample,
+                    split_long=not training,
+                    context_window=0 if training else self.context_window,
                 ),
                 seed=self.seed if training else None,
                 mixture=cfg.mixture() if training else Mixture(),
@@ -216,6 +220,21 @@ class StreamingLanguageModelingTask(BaseTask):
                 self._described[key] = len(dataset.summaries)
                 reports.append(_describe(dataset))
         return reports
+
+
+def require_decoder(
+    model: BaseModel, model_cfg: ScalerunDataclass, task_cfg: ScalerunDataclass
+) -> None:
+    """Refuse a model that does not predict the next token.
+
+    Raises:
+        ConfigError: it is no decoder.
+    """
+    if not isinstance(model, BaseDecoder):
+        raise ConfigError(
+            f"--arch {model_cfg._name} does not predict the next token, which is what --task "
+            f"{task_cfg._name} trains; give a decoder, such as --arch lm_base"
+        )
 
 
 def usable_cpus() -> int:

@@ -13,7 +13,7 @@ from scalerun.data.length_batches import BatchLimits
 from scalerun.data.parallel_dataset import ParallelDataset, ParallelRecipe, Side
 from scalerun.data.parallel_layout import find_pair, find_pair_sets
 from scalerun.data.quarantine import QuarantineFile
-from scalerun.data.segment_dataset import SegmentDataset, SegmentFile
+from scalerun.data.segment_dataset import SEGMENTS, SegmentFile
 from scalerun.data.token_cache import TokenCache
 from scalerun.data.tokenizer import BYTES, BaseTokenizer, load_tokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
@@ -206,7 +206,7 @@ class TranslationTask(BaseTask):
             tokenizer,
             skip_bad_records=self.cfg.bad_records == "skip",
             num_threads=usable_cpus(),
-            reader=SegmentDataset,
+            kind=SEGMENTS,
         )
         return Side(file, cache, max_positions, f"--max-{name}-positions")
 

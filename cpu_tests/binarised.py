@@ -1,0 +1,48 @@
+"""Small folders of binarised text, written without the command that makes them."""
+
+import numpy as np
+
+from scalerun.data.indexed_dataset import IndexedWriter, stored_dtype
+
+WORDS = "the cat dog owl fox sleeps sits runs on mat in box".split()
+VERSE = [
+    f"the {animal} {verb} on the {place}".split() if animal else []
+    for verb in ("sleeps", "sits", "runs")
+    for place in ("mat", "box")
+    for animal in ("cat", "dog", "owl", "")
+]
+
+
+def write_set(prefix, items, num_symbols=16):
+    """Items of token ids, written as they are."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with IndexedWriter(prefix, stored_dtype(num_symbols)) as writer:
+        flat = [token for item in items for token in item]
+        sizes = np.array([len(item) for item in items], dtype=np.int64)
+        writer.add(np.array(flat, dtype=np.int64), sizes)
+        writer.commit()
+
+
+def write_dictionary(folder, words=WORDS):
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = "".join(f"{word} {9999 - i}\n" for i, word in enumerate(words))
+    (folder / "dict.txt").write_text(lines, encoding="utf-8")
+
+
+def write_folder(folder, sets, words=WORDS):
+    """Lines of words, each followed by the end symbol: ``{"train": [["the", "cat"], ...]}``."""
+    write_dictionary(folder, words)
+    for name, lines in sets.items():
+        write_set(folder / name, [[*(4 + words.index(word) for word in line), 2] for line in lines])
+    return folder
+
+
+def verse_folder(folder):
+    """Two files to train on and two sets to validate on."""
+    sets = {
+        "train": VERSE[:12] * 3,
+        "train1": VERSE[12:] * 3,
+        "valid": VERSE,
+        "valid1": VERSE[::-1],
+    }
+    return write_folder(folder, sets)
