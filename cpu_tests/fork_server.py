@@ -13,7 +13,7 @@ import sys
 
 COMMANDS = (
     "train", "validate", "interactive_cli", "train_tokenizer", "convert", "checkpoint",
-    "preprocess",
+    "preprocess", "generate",
 )  # fmt: skip
 IMPORTED_LATE = (
     "scalerun.cli.assembly",

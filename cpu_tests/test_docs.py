@@ -20,6 +20,7 @@ import torch
 from cpu_tests.conftest import make_parallel_corpus
 from scalerun.cli.checkpoint import VERBS
 from scalerun.cli.convert import ConvertConfig
+from scalerun.cli.generate import GenerateConfig
 from scalerun.cli.interactive_cli import InteractiveConfig
 from scalerun.cli.preprocess import PreprocessConfig
 from scalerun.cli.registries import CHOOSERS
@@ -41,6 +42,7 @@ SCRIPTS = {
     "scalerun-train": "train",
     "scalerun-validate": "validate",
     "scalerun-interactive": "interactive_cli",
+    "scalerun-generate": "generate",
     "scalerun-train-tokenizer": "train_tokenizer",
     "scalerun-convert": "convert",
     "scalerun-checkpoint": "checkpoint",
@@ -55,6 +57,7 @@ SMALL = {
     "train_tokenizer": ["--vocab-size", "300"],
     "validate": ["--cpu"],
     "interactive_cli": ["--cpu"],
+    "generate": ["--cpu"],
     "convert": [],
     "checkpoint": [],
     "preprocess": [],
@@ -278,7 +281,8 @@ def flags_of_everything():
     """Every spelling that any command understands."""
     root = ScalerunConfig()
     groups = [InteractiveConfig(), ValidateConfig(), TrainTokenizerConfig(), ConvertConfig()]
-    groups += [PreprocessConfig(), *(config_class() for config_class, _, _ in VERBS.values())]
+    groups += [PreprocessConfig(), GenerateConfig()]
+    groups += [config_class() for config_class, _, _ in VERBS.values()]
     groups += [g for g in vars(root).values() if isinstance(g, ScalerunDataclass)]
     groups += [c.config_for(name) for c in CHOOSERS.values() for name in c.names()]
     spellings = {

@@ -7,17 +7,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cpu_tests.world import run_world
 from scalerun.data.base_tokenizer import BaseTokenizer
 from scalerun.data.byte_tokenizer import ByteTokenizer
+from scalerun.data.continuation import Generation
 from scalerun.data.dictionary import Dictionary
+from scalerun.dataclass.configs import DistributedConfig
 from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.sampling_params import SamplingParams
+from scalerun.distributed.launch import form_ranks
+from scalerun.distributed.parallelize import parallelize
+from scalerun.distributed.ranks import ALONE, Ranks
 from scalerun.models.base_decoder import BaseDecoder, DecoderOutput
 from scalerun.models.base_model import build_model
 from scalerun.models.transformer_config import TransformerConfig
 from scalerun.models.transformer_lm import TransformerLM
+from scalerun.models.transformer_mt import TransformerMT, TransformerMTConfig
 from scalerun.modules.incremental_state import IncrementalState, LayerState
-from scalerun.sequence_generator import Generation, SequenceGenerator
+from scalerun.sequence_generator import SequenceGenerator
 
 BOS, PAD, EOS, UNK, A = range(5)
 NUM_LETTERS = 4
@@ -143,6 +150,49 @@ def real(seed: int = 1, **settings: Any) -> SequenceGenerator:
     return SequenceGenerator(model, BYTES)
 
 
+def translator(
+    tokenizer: BaseTokenizer, seed: int = 2, *, ranks: Ranks = ALONE, **settings: Any
+) -> SequenceGenerator:
+    """A small encoder-decoder with drawn weights, which several ranks share."""
+    sharing = DistributedConfig()
+    cfg = TransformerMTConfig(
+        **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in SIZES},
+        max_source_positions=20,
+        max_target_positions=20,
+        dropout=0.5,
+        **settings,
+    )
+    model = build_model(
+        cfg,
+        vocab_size=len(tokenizer.dictionary),
+        padding_idx=tokenizer.dictionary.pad,
+        seed=seed,
+        device=torch.device("cpu"),
+        prepare=lambda model: parallelize(
+            model,
+            ranks,
+            sharing,
+            units=model.shard_units(),
+            experts=model.expert_units(),
+            dtype=torch.float32,
+        ),
+    )
+    assert isinstance(model, TransformerMT)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    return SequenceGenerator(model, tokenizer, control=None if ranks is ALONE else ranks.control)
+
+
+SIZES = [("embed_dim", 16), ("attention_heads", 2), ("ffn_embed_dim", 32), ("layers", 2)]
+SOURCES = [[A, A + 1, EOS], [EOS], [A + 3, A + 2, A, A, A + 1, A + 3, EOS], [A + 1, A + 1, EOS]]
+SCHEMES: dict[str, dict[str, Any]] = {
+    "sinusoidal": {},
+    "learned": {"encoder_learned_pos": True, "decoder_learned_pos": True},
+    "rotary": {"rotary": True},
+    "relative_bias": {"rel_pos_buckets": 8, "max_rel_pos": 12},
+}
+
 POSITIONS = {
     "learned": {"decoder_learned_pos": True},
     "sinusoidal": {},
@@ -162,16 +212,30 @@ def prompts_of(generator: SequenceGenerator) -> list[list[int]]:
 
 
 @torch.no_grad()
-def next_logprobs(generator: SequenceGenerator, prompt: list[int], tokens: list[int]) -> Tensor:
+def next_logprobs(
+    generator: SequenceGenerator,
+    prompt: list[int],
+    tokens: list[int],
+    source: list[int] | None = None,
+) -> Tensor:
     """By one full forward pass over everything before."""
     generator.model.eval()
-    inputs = torch.tensor([[generator.eos, *prompt, *tokens]])
-    return generator.model(inputs).logits[0, -1].float().log_softmax(-1)
+    inputs = [torch.tensor([[generator.eos, *prompt, *tokens]])]
+    if source is not None:
+        inputs.insert(0, torch.tensor([source]))
+    return generator.model(*inputs).logits[0, -1].float().log_softmax(-1)
 
 
 def one(generator: SequenceGenerator, prompt: list[int], params: SamplingParams) -> Generation:
     [result] = generator.generate([prompt], [params])
     return result
+
+
+def hypotheses(
+    generator: SequenceGenerator, prompt: list[int], params: SamplingParams
+) -> list[Generation]:
+    [results] = generator.hypotheses([prompt], [params])
+    return results
 
 
 def allowed(generator: SequenceGenerator, logprobs: Tensor, *, may_end: bool) -> Tensor:
@@ -353,23 +417,55 @@ def test_each_token_is_read_once_and_finished_rows_are_dropped() -> None:
     assert model.calls == [(2, 4), (1, 1), (1, 1)]
 
 
+def test_the_hypotheses_of_all_rows_are_read_side_by_side() -> None:
+    generator = toy()
+    model = generator.model
+    assert isinstance(model, ToyDecoder)
+    params = [SamplingParams(beam=n, min_new_tokens=3, max_new_tokens=3) for n in (3, 2)]
+    generator.generate([[A], [A, A, A]], params)
+    assert model.calls == [(2, 4), (5, 1), (5, 1)]
+
+
+def test_searches_of_any_width_and_length_share_a_batch(generator: SequenceGenerator) -> None:
+    prompts = prompts_of(generator)
+    params = [
+        SamplingParams(beam=2, max_new_tokens=9),
+        SamplingParams(beam=7, max_new_tokens=3, lenpen=0.0),
+        SamplingParams(beam=3, max_new_tokens=6, min_new_tokens=4, lenpen=2.0),
+        SamplingParams(beam=2, max_new_tokens=8, stop=("b", "e")),
+    ]
+    together = generator.hypotheses(prompts, params)
+    for prompt, param, results in zip(prompts, params, together, strict=True):
+        alone = hypotheses(generator, prompt, param)
+        assert [result.tokens for result in results] == [result.tokens for result in alone]
+        assert [result.text for result in results] == [result.text for result in alone]
+        scores = [result.score for result in alone]
+        assert [result.score for result in results] == pytest.approx(scores, abs=1e-3)
+
+
+@pytest.mark.parametrize("has_source", [False, True])
 @pytest.mark.parametrize("lenpen", [0.0, 1.0])
-def test_a_wide_beam_is_exhaustive_search(lenpen: float) -> None:
+def test_a_wide_beam_is_exhaustive_search(lenpen: float, has_source: bool) -> None:
     tokenizer = Letters("ab")
     generator = SequenceGenerator(ToyDecoder(len(tokenizer.dictionary), seed=4), tokenizer)
+    source = None
+    if has_source:
+        generator, source = translator(tokenizer), [A, A + 1, A, EOS]
     prompt, length = tokenizer.encode("ab"), 4
     answers = []
     for count in range(length + 1):
         for tokens in itertools.product((A, A + 1), repeat=count):
             chosen = [*tokens] if count == length else [*tokens, EOS]
             total = sum(
-                next_logprobs(generator, prompt, chosen[:i])[token].item()
+                next_logprobs(generator, prompt, chosen[:i], source)[token].item()
                 for i, token in enumerate(chosen)
             )
             answers.append((total / len(chosen) ** lenpen, list(tokens), chosen[-1] == EOS))
     answers.sort(key=lambda answer: -answer[0])
     params = SamplingParams(beam=32, max_new_tokens=length, lenpen=lenpen)
-    found = generator.hypotheses(prompt, params)[:5]
+    sources = None if source is None else [source]
+    [found] = generator.hypotheses([prompt], [params], sources=sources)
+    found = found[:5]
     assert [result.tokens for result in found] == [tokens for _, tokens, _ in answers[:5]]
     assert [result.score for result in found] == pytest.approx(
         [score for score, _, _ in answers[:5]], abs=1e-4
@@ -382,7 +478,7 @@ def test_a_wide_beam_is_exhaustive_search(lenpen: float) -> None:
 def test_beam_scores_are_those_of_full_forward_passes(generator: SequenceGenerator) -> None:
     for prompt in prompts_of(generator):
         params = SamplingParams(beam=4, max_new_tokens=6, min_new_tokens=2, lenpen=0.6)
-        results = generator.hypotheses(prompt, params)
+        results = hypotheses(generator, prompt, params)
         assert results[0] == one(generator, prompt, params)
         for result in results:
             total = 0.0
@@ -401,7 +497,7 @@ def test_beam_scores_are_those_of_full_forward_passes(generator: SequenceGenerat
 def test_a_stop_string_ends_the_answers_of_a_beam() -> None:
     generator = toy()
     params = SamplingParams(beam=5, max_new_tokens=6, min_new_tokens=2, stop=("a",))
-    results = generator.hypotheses([], params)
+    results = hypotheses(generator, [], params)
     assert any(result.tokens[-1] == A for result in results)
     for result in results:
         assert "a" not in result.text[1:]
@@ -493,3 +589,99 @@ def test_the_model_is_left_in_the_mode_it_was_in_and_dropout_is_off(training: bo
 
 def test_no_prompts_give_no_answers() -> None:
     assert toy().generate([], []) == []
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_translation_is_what_full_passes_over_source_and_target_find(name: str) -> None:
+    generator = translator(BYTES, **SCHEMES[name])
+    sources = [[*BYTES.encode(text), generator.eos] for text in ("abc", "", "longer text")]
+    results = generator.generate([[]] * 3, [GREEDY] * 3, sources=sources)
+    assert len({tuple(result.tokens) for result in results}) == 3
+    for source, result in zip(sources, results, strict=True):
+        for i, token in enumerate(result.tokens):
+            logprobs = next_logprobs(generator, [], result.tokens[:i], source)
+            assert token == allowed(generator, logprobs, may_end=True).argmax()
+            assert result.token_logprobs[i] == pytest.approx(logprobs[token].item(), abs=1e-3)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_batch_of_sources_gives_what_each_gives_alone(name: str) -> None:
+    generator = translator(Letters(), **SCHEMES[name])
+    params = [
+        GREEDY,
+        SamplingParams(seed=3, temperature=2.0, min_new_tokens=4, max_new_tokens=9),
+        SamplingParams(beam=4, max_new_tokens=7, lenpen=0.6),
+        SamplingParams(beam=2, max_new_tokens=10, min_new_tokens=3),
+    ]
+    prompts = [[], [A], [], [A, A + 2]]
+    for sources in (SOURCES, SOURCES[::-1]):
+        together = generator.generate(prompts, params, sources=sources)
+        for prompt, param, source, result in zip(prompts, params, sources, together, strict=True):
+            [alone] = generator.generate([prompt], [param], sources=[source])
+            assert result.tokens == alone.tokens
+            assert result.score == pytest.approx(alone.score, abs=1e-3)
+
+
+def test_the_source_is_encoded_once_for_all_hypotheses() -> None:
+    generator = translator(Letters())
+    assert isinstance(generator.model, TransformerMT)
+    seen = []
+    encoder = generator.model.encoder
+    encoder.register_forward_hook(lambda module, inputs, output: seen.append(output.features.shape))
+    params = SamplingParams(beam=4, max_new_tokens=5, min_new_tokens=5)
+    generator.generate([[]] * 4, [params] * 4, sources=SOURCES)
+    assert seen == [(4, 7, 16)]
+
+
+def test_a_source_that_is_too_long_is_refused() -> None:
+    generator = translator(Letters())
+    with pytest.raises(UserError, match="a source of 21 tokens exceeds the model's 20 source"):
+        generator.generate([[]], [GREEDY], sources=[[A] * 21])
+
+
+def test_sources_are_for_encoders_and_encoders_need_them() -> None:
+    with pytest.raises(ValueError, match="an encoder-decoder needs sources"):
+        translator(Letters()).generate([[]], [GREEDY])
+    with pytest.raises(ValueError, match="an encoder-decoder needs sources"):
+        toy().generate([[]], [GREEDY], sources=[[A]])
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_ranks_that_share_weights_write_what_one_rank_writes(beam: int) -> None:
+    lengths = [2, 3, 9, 6]
+    params = [
+        SamplingParams(beam=beam, temperature=float(beam > 1), max_new_tokens=n) for n in lengths
+    ]
+
+    def texts(generator: SequenceGenerator, share: slice) -> list[list[int]]:
+        sources, own = SOURCES[share], params[share]
+        return [a.tokens for a in generator.generate([[]] * len(own), own, sources=sources)]
+
+    def work(rank: int) -> tuple[list[list[int]], bool]:
+        ranks = form_ranks(DistributedConfig(), "cpu", local_rank=rank)
+        generator = translator(Letters(), ranks=ranks)
+        found = texts(generator, slice(0, 1) if rank == 0 else slice(1, 4))
+        generator.model(torch.tensor([SOURCES[0]]), torch.tensor([[EOS]])).logits.sum().backward()
+        gradients = [parameter.grad for parameter in generator.model.parameters()]
+        return found, all(gradient is not None for gradient in gradients)
+
+    (first, trains), (second, _) = run_world(2, work)
+    assert first + second == texts(translator(Letters()), slice(0, 4))
+    assert trains
+
+
+def test_a_compiled_model_is_not_compiled_anew_for_every_length() -> None:
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    generator = translator(Letters())
+    params = [SamplingParams(beam=2, max_new_tokens=6)] * len(SOURCES)
+    expected = generator.generate([[]] * 4, params, sources=SOURCES)
+    generator.model.compile_blocks(backend=backend)  # type: ignore[arg-type]
+    assert generator.generate([[]] * 4, params, sources=SOURCES) == expected
+    assert not compiled
+    generator.model(torch.tensor([SOURCES[0]]), torch.tensor([[EOS, A]]))
+    assert compiled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -36,6 +36,8 @@ class SubsetResult:
     """Bits per target token of its probability alone; None where that is the loss."""
     accuracy: float | None = None
     """Share of the target tokens that the model ranks first; None where nobody counts them."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """What the task measures besides the loss."""
 
     @property
     def bits(self) -> float:
@@ -70,6 +72,7 @@ class SubsetResult:
             "bits_per_byte": self.bits_per_byte,
             **accuracy,
             "tokens": self.tokens,
+            **self.scores,
         }
 
 
@@ -99,6 +102,7 @@ def evaluate(
         The result, or None when ``should_stop`` ended the pass.
     """
     dataset = task.load_dataset(subset, training=False)
+    scorer = task.build_scorer(model, ranks)
     was_training = model.training
     model.eval()
     criterion.eval()
@@ -116,9 +120,11 @@ def evaluate(
             ):
                 if should_stop():
                     return None
-                batch = task.own_part(batch, model, ranks)
+                batch = task.own_part(batch, model, ranks).to(precision.device)
                 with precision.autocast():
-                    output = task.valid_step(batch.to(precision.device), model, criterion)
+                    output = task.valid_step(batch, model, criterion)
+                    if scorer is not None:
+                        scorer.add(batch)
                 loss_sum += output.loss_sum
                 nll_sum += output.loss_sum if output.nll_sum is None else output.nll_sum
                 num_targets += batch.num_targets
@@ -140,4 +146,5 @@ def evaluate(
         documents=counts.documents,
         bytes_per_token=counts.bytes_per_token,
         accuracy=correct * per_token if with_accuracy else None,
+        scores={} if scorer is None else scorer.scores(),
     )

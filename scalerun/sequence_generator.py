@@ -1,121 +1,58 @@
 """SequenceGenerator: greedy, sampled and beam-searched continuations of prompts.
 
-B rows, T tokens, V vocabulary.
+B rows, N hypotheses of all rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from scalerun.data.answer_text import AnswerText
 from scalerun.data.base_tokenizer import BaseTokenizer
+from scalerun.data.continuation import Continuation, Generation
 from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.sampling_params import SamplingParams
+from scalerun.distributed.ranks import Control
 from scalerun.models.base_decoder import BaseDecoder
-from scalerun.modules.beam_search import BeamSearch, Hypothesis
-from scalerun.modules.incremental_state import IncrementalState
+from scalerun.models.base_model import BaseModel
+from scalerun.models.encoder_decoder import EncoderDecoder
+from scalerun.models.growing_batch import GrowingBatch
+from scalerun.modules.beam_search import BeamSearch, best_tokens
 from scalerun.modules.sampling import choose_tokens
-
-STOP = "stop"
-LENGTH = "length"
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A continuation."""
-
-    tokens: list[int]
-    """New tokens, those of a stop string included, the end of the document not."""
-    token_logprobs: list[float]
-    """Natural log-probability of each token under the model's own distribution: at temperature 1,
-    with no token ruled out."""
-    text: str
-    """The new text, without the stop string."""
-    finish_reason: str
-    """``stop``: the document ended or a stop string came; ``length``: ``max_new_tokens``."""
-    score: float
-    """Log-probability of the continuation, with the end of the document if it was chosen; in a
-    beam search divided by length ** lenpen."""
-
-
-class _Row:
-    """A prompt that is being continued."""
-
-    def __init__(
-        self,
-        index: int,
-        prompt: list[int],
-        params: SamplingParams,
-        tokenizer: BaseTokenizer,
-        on_text: Callable[[int, str], None] | None,
-    ) -> None:
-        self.index = index
-        self.prompt = prompt
-        self.params = params
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.score = 0.0
-        self.finish_reason = ""
-        self.stream = AnswerText(tokenizer, prompt[1:], params.stop)
-        self._on_text = on_text
-        # On the CPU whatever the model runs on: every device draws the same numbers.
-        self._generator = torch.Generator()
-        if params.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(params.seed)
-
-    def uniform(self) -> float:
-        return float(torch.rand((), generator=self._generator, dtype=torch.float64))
-
-    def accept(self, token: int, logprob: float, *, ends: bool) -> None:
-        """Take the chosen token; ``ends``: it is the end of the document."""
-        self.score += logprob
-        if ends:
-            self._finish(STOP)
-            return
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        count = len(self.tokens)
-        self._show(self.stream.push(token, may_stop=count >= self.params.min_new_tokens))
-        if self.stream.stopped:
-            self._finish(STOP)
-        elif count == self.params.max_new_tokens:
-            self._finish(LENGTH)
-
-    def result(self) -> Generation:
-        return Generation(
-            self.tokens, self.logprobs, self.stream.text, self.finish_reason, self.score
-        )
-
-    def _finish(self, reason: str) -> None:
-        self.finish_reason = reason
-        self._show(self.stream.finish())
-
-    def _show(self, text: str) -> None:
-        if text and self._on_text is not None:
-            self._on_text(self.index, text)
 
 
 class SequenceGenerator:
-    """Continues prompts with a decoder, one token after the other, reusing what it has computed.
+    """Continues prompts, one token after the other, reusing what it has computed.
 
-    A generated text begins like a training document: with the separator, then the prompt. A prompt
-    gives the same answer alone as in a batch, up to rounding in the model's arithmetic.
+    A generated text begins like a training document: with the separator, then the prompt. An
+    encoder-decoder continues it by what it has read of a source, which is encoded once; its prompts
+    are the beginnings that a translation must have, mostly empty. A prompt gives the same answer
+    alone as in a batch, up to rounding in the model's arithmetic.
+
+    All prompts of a call that fit into the context side by side are worked on together, with all
+    their hypotheses: memory limits how many to hand over.
 
     Args:
-        model: the decoder; set to evaluation for the time of a call.
-        tokenizer: its vocabulary.
+        model: a decoder, or an encoder with a decoder; set to evaluation for the time of a call.
+        tokenizer: the vocabulary of what is generated.
+        control: of the ranks that share the model's weights or experts; all of them must make the
+            same calls, each with prompts of its own that need the same number of batches.
     """
 
-    def __init__(self, model: BaseDecoder, tokenizer: BaseTokenizer) -> None:
+    def __init__(
+        self,
+        model: BaseDecoder | EncoderDecoder,
+        tokenizer: BaseTokenizer,
+        *,
+        control: Control | None = None,
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
+        self.control = control
         self.eos = tokenizer.dictionary.eos
         never = set(tokenizer.dictionary.dropped_ids) - {self.eos}
         if tokenizer.dictionary.unk is not None:
@@ -133,12 +70,12 @@ class SequenceGenerator:
         # The separator comes first, and the last new token is never read.
         return None if context is None else max(context - prompt_length, 0)
 
-    @torch.inference_mode()
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
         *,
+        sources: Sequence[Sequence[int]] | None = None,
         on_text: Callable[[int, str], None] | None = None,
     ) -> list[Generation]:
         """Continue each prompt by its own parameters.
@@ -146,32 +83,36 @@ class SequenceGenerator:
         Args:
             prompts: tokens without special symbols; may be empty.
             params: one for each prompt.
+            sources: for each prompt the tokens that an encoder-decoder reads, as in training.
             on_text: called with a prompt's index and its next piece of text as soon as the piece is
                 certain; the pieces of a prompt join to its text.
 
         Raises:
-            UserError: a prompt does not fit into the context with its new tokens, or the model's
-                output is not finite.
+            UserError: a prompt does not fit into the context with its new tokens, or a source is
+                too long for the encoder, or the model's output is not finite.
         """
-        rows = [
-            _Row(i, self.fit(prompt, param), param, self.tokenizer, on_text)
-            for i, (prompt, param) in enumerate(zip(prompts, params, strict=True))
-        ]
-        with _evaluating(self.model):
+        rows = self._rows(prompts, params, sources, on_text)
+        with self._evaluating():
             for batch in self._batches([row for row in rows if row.params.beam == 1]):
                 self._sample(batch)
-            searched = {row.index: self._search(row) for row in rows if row.params.beam > 1}
+            searched = self._search_all([row for row in rows if row.params.beam > 1])
         for index, answers in searched.items():
             if on_text is not None and answers[0].text:
                 on_text(index, answers[0].text)
         return [searched[row.index][0] if row.index in searched else row.result() for row in rows]
 
-    @torch.inference_mode()
-    def hypotheses(self, prompt: Sequence[int], params: SamplingParams) -> list[Generation]:
-        """All ``params.beam`` answers of a beam search, the best first; errors as in generate."""
-        row = _Row(0, self.fit(prompt, params), params, self.tokenizer, None)
-        with _evaluating(self.model):
-            return self._search(row)
+    def hypotheses(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        *,
+        sources: Sequence[Sequence[int]] | None = None,
+    ) -> list[list[Generation]]:
+        """All ``beam`` answers of each prompt's search, the best first; errors as in generate."""
+        rows = self._rows(prompts, params, sources, None)
+        with self._evaluating():
+            searched = self._search_all(rows)
+        return [searched[row.index] for row in rows]
 
     def fit(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         """The separator and as much of the prompt as is to be read.
@@ -195,10 +136,36 @@ class SequenceGenerator:
             f"exceeds the model's context of {context}; {', or '.join(remedies)}"
         )
 
-    def _batches(self, rows: list[_Row]) -> list[list[_Row]]:
+    def _rows(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        sources: Sequence[Sequence[int]] | None,
+        on_text: Callable[[int, str], None] | None,
+    ) -> list[Continuation]:
+        if (sources is not None) != isinstance(self.model, EncoderDecoder):
+            raise ValueError("an encoder-decoder needs sources, and nothing else has a use for any")
+        each = [None] * len(prompts) if sources is None else sources
+        for source in sources or ():
+            self._check_source(source)
+        return [
+            Continuation(i, self.fit(prompt, param), param, self.tokenizer, source, on_text)
+            for i, (prompt, param, source) in enumerate(zip(prompts, params, each, strict=True))
+        ]
+
+    def _check_source(self, source: Sequence[int]) -> None:
+        assert isinstance(self.model, EncoderDecoder)
+        limit = self.model.encoder.max_positions()
+        if limit is not None and len(source) > limit:
+            raise UserError(
+                f"a source of {len(source)} tokens exceeds the model's {limit} source positions; "
+                "shorten it"
+            )
+
+    def _batches(self, rows: list[Continuation]) -> list[list[Continuation]]:
         """Rows that can run side by side: padded to the longest, all still fit into the context."""
         context = self.model.max_positions()
-        batches: list[list[_Row]] = []
+        batches: list[list[Continuation]] = []
         for row in sorted(rows, key=lambda row: len(row.prompt)):
             batch = [*batches[-1], row] if batches else [row]
             if batches and (context is None or _columns(batch) <= context):
@@ -207,60 +174,67 @@ class SequenceGenerator:
                 batches.append([row])
         return batches
 
-    def _sample(self, rows: list[_Row]) -> None:
+    def _sample(self, rows: list[Continuation]) -> None:
         """Draw or take greedily until every row has finished."""
-        state, logprobs_BV = self._start(rows)
-        while True:
-            may_end = [len(row.tokens) >= row.params.min_new_tokens for row in rows]
-            allowed_BV = self._allowed(logprobs_BV, may_end)
-            chosen_B = choose_tokens(
-                allowed_BV,
-                temperature_B=allowed_BV.new_tensor([row.params.temperature for row in rows]),
-                top_k_B=torch.tensor([row.params.top_k for row in rows], device=self.device),
-                top_p_B=_doubles([row.params.top_p for row in rows], self.device),
-                uniform_B=_doubles([row.uniform() for row in rows], self.device),
-            )
-            logprobs_B = logprobs_BV.gather(1, chosen_B[:, None])[:, 0]
-            for row, token, logprob in zip(
-                rows, chosen_B.tolist(), logprobs_B.tolist(), strict=True
-            ):
-                row.accept(token, logprob, ends=token == self.eos)
-            going = [i for i, row in enumerate(rows) if not row.finish_reason]
-            if not going:
-                return
-            if len(going) < len(rows):
-                state.reorder(torch.tensor(going, device=self.device))
+        with self._growing(rows) as batch:
+            logprobs_BV = batch.start(*_inputs(rows))
+            while True:
+                self._choose(rows, logprobs_BV)
+                going = [i for i, row in enumerate(rows) if not row.finish_reason]
+                if not going:
+                    return
+                order = going if len(going) < len(rows) else None
                 rows = [rows[i] for i in going]
-            logprobs_BV = self._read([[row.tokens[-1]] for row in rows], state)
+                logprobs_BV = batch.read([row.tokens[-1] for row in rows], order)
 
-    def _search(self, row: _Row) -> list[Generation]:
-        """Beam search: the answers, the best first."""
-        params = row.params
-        search = BeamSearch(
-            beam=params.beam,
-            lenpen=params.lenpen,
-            max_length=params.max_new_tokens,
-            eos=self.eos,
-            stops=lambda hypothesis: bool(params.stop) and self._text(row, hypothesis).stopped,
+    def _choose(self, rows: list[Continuation], logprobs_BV: Tensor) -> None:
+        """Give each row its next token."""
+        may_end = [len(row.tokens) >= row.params.min_new_tokens for row in rows]
+        allowed_BV = self._allowed(logprobs_BV, may_end)
+        chosen_B = choose_tokens(
+            allowed_BV,
+            temperature_B=allowed_BV.new_tensor([row.params.temperature for row in rows]),
+            top_k_B=torch.tensor([row.params.top_k for row in rows], device=self.device),
+            top_p_B=_doubles([row.params.top_p for row in rows], self.device),
+            uniform_B=_doubles([row.uniform() for row in rows], self.device),
         )
-        state, logprobs_BV = self._start([row])
-        while True:
-            may_end = [answer.length >= params.min_new_tokens for answer in search.live]
-            order = search.step(self._allowed(logprobs_BV, may_end))
-            if not order:
-                break
-            state.reorder(torch.tensor(order, device=self.device))
-            logprobs_BV = self._read([[answer.tokens[-1]] for answer in search.live], state)
-        return [
-            Generation(
-                tokens=list(answer.tokens),
-                token_logprobs=list(answer.logprobs),
-                text=self._text(row, answer).text,
-                finish_reason=LENGTH if answer.is_cut else STOP,
-                score=answer.score(params.lenpen),
-            )
-            for answer in search.finished
-        ]
+        logprobs_B = logprobs_BV.gather(1, chosen_B[:, None])[:, 0]
+        for row, token, logprob in zip(rows, chosen_B.tolist(), logprobs_B.tolist(), strict=True):
+            row.accept(token, logprob, ends=token == self.eos)
+
+    def _search_all(self, rows: list[Continuation]) -> dict[int, list[Generation]]:
+        """The answers to each row by its index, the best first."""
+        answers = {}
+        for batch in self._batches(rows):
+            for row, search in zip(batch, self._search(batch), strict=True):
+                answers[row.index] = [row.found(answer) for answer in search.finished]
+        return answers
+
+    def _search(self, rows: list[Continuation]) -> list[BeamSearch]:
+        """Beam searches, done; the hypotheses of all rows are read side by side."""
+        searches = [row.search(self.eos) for row in rows]
+        beam = max(search.beam for search in searches)
+        with self._growing(rows) as batch:
+            logprobs_NV = batch.start(*_inputs(rows))
+            while True:
+                may_end = [
+                    answer.length >= row.params.min_new_tokens
+                    for row, search in zip(rows, searches, strict=True)
+                    for answer in search.live
+                ]
+                best = best_tokens(self._allowed(logprobs_NV, may_end), beam=beam)
+                order: list[int] = []
+                first = 0
+                for search in searches:
+                    last = first + len(search.live)
+                    if search.live:
+                        parents = search.step(*(each[first:last] for each in best))
+                        order += [first + parent for parent in parents]
+                    first = last
+                if not order:
+                    return searches
+                tokens = [answer.tokens[-1] for search in searches for answer in search.live]
+                logprobs_NV = batch.read(tokens, order)
 
     def _allowed(self, logprobs_BV: Tensor, may_end: list[bool]) -> Tensor:
         """The same with ``-inf`` where a row must not go."""
@@ -270,59 +244,45 @@ class SequenceGenerator:
         allowed_BV[early, self.eos] = float("-inf")
         return allowed_BV
 
-    def _text(self, row: _Row, hypothesis: Hypothesis) -> AnswerText:
-        text = AnswerText(self.tokenizer, row.prompt[1:], row.params.stop)
-        for count, token in enumerate(hypothesis.tokens, start=1):
-            text.push(token, may_stop=count >= row.params.min_new_tokens)
-        text.finish()
-        return text
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            # Weights that ranks share are gathered into tensors that training goes on with, so
+            # inference mode must not make those.
+            mode = torch.inference_mode(self.control is None)
+            with _uncompiled(self.model), mode, torch.no_grad():
+                yield
+        finally:
+            self.model.train(was_training)
 
-    def _start(self, rows: list[_Row]) -> tuple[IncrementalState, Tensor]:
-        """Read the prompts, padded on the left; log-probabilities (B, V) of what follows."""
-        width = max(len(row.prompt) for row in rows)
-        missing = [width - len(row.prompt) for row in rows]
-        pad = self.tokenizer.dictionary.pad
-        state = self.model.init_incremental_state(len(rows), _columns(rows))
-        tokens = [[pad] * n + row.prompt for n, row in zip(missing, rows, strict=True)]
-        padding_BT = None
-        if any(missing):
-            first_B = torch.tensor(missing, device=self.device)
-            padding_BT = torch.arange(width, device=self.device) < first_B[:, None]
-        return state, self._read(tokens, state, padding_BT)
-
-    def _read(
-        self, tokens: list[list[int]], state: IncrementalState, padding_BT: Tensor | None = None
-    ) -> Tensor:
-        """Extend the state by tokens; log-probabilities (B, V) of what follows, in float32."""
-        output = self.model(
-            torch.tensor(tokens, device=self.device),
-            padding_mask_BT=padding_BT,
-            incremental_state=state,
-            last_token_only=True,
+    def _growing(self, rows: list[Continuation]) -> GrowingBatch:
+        return GrowingBatch(
+            self.model,
+            pad=self.tokenizer.dictionary.pad,
+            max_length=_columns(rows),
+            control=self.control,
         )
-        logprobs_BV = output.whole_logits()[:, -1].float().log_softmax(-1)
-        if bool(logprobs_BV.isnan().any()):
-            raise UserError(
-                "the model's output is not finite: its weights are damaged, or training had "
-                "diverged when they were saved; take an earlier checkpoint"
-            )
-        return logprobs_BV
 
 
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
+def _uncompiled(model: BaseModel) -> AbstractContextManager[object]:
+    """Where sequences grow, what is compiled would be compiled anew all the time."""
+    if not model.is_compiled:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
-def _columns(rows: list[_Row]) -> int:
+def _columns(rows: list[Continuation]) -> int:
     """Tokens that the state of a batch must hold; the last new one is never read."""
     longest = max(len(row.prompt) for row in rows)
     return longest + max(row.params.max_new_tokens for row in rows) - 1
+
+
+def _inputs(rows: list[Continuation]) -> tuple[list[list[int]], list[Sequence[int]] | None]:
+    """Prompts and sources."""
+    sources = [row.source for row in rows if row.source is not None]
+    return [row.prompt for row in rows], sources or None
 
 
 def _doubles(numbers: list[float], device: torch.device) -> Tensor:

@@ -100,6 +100,21 @@ def test_reordering_takes_the_source_along(make_model: Maker) -> None:
     torch.testing.assert_close(last, whole[:, 4:], atol=1e-5, rtol=0)
 
 
+@torch.no_grad()
+def test_hypotheses_of_one_source_change_places_without_it(make_model: Maker) -> None:
+    model = make_model()
+    source, target = symbols(2, 6)[[0, 0, 1]], symbols(3, 5)
+    source[0:2, -3:] = PAD
+    order = torch.tensor([1, 1, 2])
+    state = model.init_incremental_state(3, 5)
+    model(source, target[:, :4], incremental_state=state)
+    kept = state.layers[0].cross.keys_BHMK
+    state.reorder(order, source_moves=False)
+    last = model(None, target[order, 4:], incremental_state=state).logits
+    torch.testing.assert_close(last, model(source, target[order]).logits[:, 4:], atol=1e-5, rtol=0)
+    assert state.layers[0].cross.keys_BHMK is kept
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scalerun.modules.beam_search import BeamSearch, Hypothesis
+from scalerun.modules.beam_search import BeamSearch, Hypothesis, best_tokens
 
 EOS = 0
 VOCABULARY = 3
@@ -35,7 +35,8 @@ def run(
     search = BeamSearch(beam=beam, lenpen=lenpen, max_length=LENGTH, eos=EOS, stops=stops)
     before = search.live
     while True:
-        order = search.step(torch.stack([model(h.tokens) for h in search.live]))
+        logprobs = torch.stack([model(h.tokens) for h in search.live])
+        order = search.step(*best_tokens(logprobs, beam=beam))
         if not order:
             return search.finished
         for parent, hypothesis in zip(order, search.live, strict=True):

@@ -8,14 +8,27 @@ from scalerun.modules.incremental_state import IncrementalState, KVCache
 CPU = torch.device("cpu")
 
 
-def test_the_cache_returns_all_keys_so_far_and_allocates_once() -> None:
+def test_the_cache_returns_all_keys_so_far_and_grows_to_twice_what_is_needed() -> None:
+    cache = KVCache(30)
+    keys, values = torch.randn(2, 2, 3, 30, 4)
+    room = []
+    for t in range(30):
+        one = slice(t, t + 1)
+        all_keys, all_values = cache.append(keys[:, :, one], values[:, :, one], start=t)
+        assert torch.equal(all_keys, keys[:, :, : t + 1])
+        assert torch.equal(all_values, values[:, :, : t + 1])
+        assert cache.keys_BHSK is not None
+        room.append(cache.keys_BHSK.shape[2])
+    assert sorted(set(room)) == [2, 6, 14, 30]
+
+
+def test_a_long_prompt_gets_room_for_all_that_follows_at_once() -> None:
     cache = KVCache(6)
-    keys, values = torch.randn(2, 2, 3, 5, 4)
-    cache.append(keys[:, :, :2], values[:, :, :2], start=0)
+    keys = torch.randn(2, 3, 5, 4)
+    cache.append(keys[:, :, :3], keys[:, :, :3], start=0)
     storage = cache.keys_BHSK
-    all_keys, all_values = cache.append(keys[:, :, 2:], values[:, :, 2:], start=2)
+    all_keys, _ = cache.append(keys[:, :, 3:], keys[:, :, 3:], start=3)
     assert torch.equal(all_keys, keys)
-    assert torch.equal(all_values, values)
     assert cache.keys_BHSK is storage
     assert storage is not None
     assert storage.shape == (2, 3, 6, 4)

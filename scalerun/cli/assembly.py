@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from scalerun.cli.inference import ASSETS_FOLDER, CONFIG_FILE
 from scalerun.criterions.base_criterion import build_criterion
 from scalerun.data.length_batches import train_limits, valid_limits
 from scalerun.data.loader import BatchLoader
-from scalerun.dataclass.configs import ScalerunConfig
+from scalerun.dataclass.configs import CheckpointConfig, ScalerunConfig
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.distributed.launch import choose_device
 from scalerun.distributed.parallelize import check_backend, gradient_sum, parallelize, wrap_built
@@ -24,6 +25,7 @@ from scalerun.logging.base_sink import BaseSink
 from scalerun.logging.profiler import UpdateProfiler
 from scalerun.logging.sinks import SinkGroup, build_sinks, check_trackers
 from scalerun.logging.throughput import Throughput, measure_matmul_rate
+from scalerun.logging.translation_scores import SCORES
 from scalerun.models.base_model import BaseModel
 from scalerun.models.memory_config import MemoryConfig
 from scalerun.optim.base_optimizer import build_optimizer
@@ -68,11 +70,8 @@ def build_parts(cfg: ScalerunConfig, save_dir: Path, ranks: Ranks = ALONE) -> Tr
     ) or gradient_sum(model, ranks, cfg.distributed, experts=model.expert_units())
     criterion = build_criterion(cfg.criterion).to(device)
     criterion.check_model(model)
-    optimizer = build_optimizer(
-        cfg.optimizer,
-        model.named_parameters(),
-        same_bits=cfg.distributed.deterministic_reduce,
-    )
+    same_bits = cfg.distributed.deterministic_reduce
+    optimizer = build_optimizer(cfg.optimizer, model.named_parameters(), same_bits=same_bits)
     check_norm_type(cfg.optimization.clip_norm_type, optimizer.named_params)  # type: ignore[arg-type]
     lr_scheduler = build_lr_scheduler(
         cfg.lr_scheduler, optimizer, max_update=cfg.optimization.max_update
@@ -201,11 +200,36 @@ def choose_valid_subsets(cfg: ScalerunConfig, task: BaseTask) -> list[str]:
         raise ConfigError(
             f"--best-checkpoint-subset {best} is not validated (sets: {', '.join(subsets)})"
         )
+    check_metric(cfg.checkpoint, task.score_names())
     if not subsets:
         if cfg.optimization.patience > 0:
             raise ConfigError("--patience needs a validation set, and the data has none")
         logger.info("the data has no validation set; nothing will be validated")
     return subsets
+
+
+def check_metric(cfg: CheckpointConfig, scores: Sequence[str]) -> None:
+    """Refuse a checkpoint metric that validation does not measure, or judges the wrong way.
+
+    Args:
+        scores: what it measures besides the loss; of these, larger is better.
+
+    Raises:
+        ConfigError: names the flags.
+    """
+    metric = cfg.best_checkpoint_metric
+    if metric not in SCORES:
+        return
+    if metric not in scores:
+        raise ConfigError(
+            f"--best-checkpoint-metric {metric} is measured with --task translation and "
+            "--eval-bleu alone; add them, or choose loss"
+        )
+    if not cfg.maximize_best_checkpoint_metric:
+        raise ConfigError(
+            f"--best-checkpoint-metric {metric} is better where it is larger; add "
+            "--maximize-best-checkpoint-metric"
+        )
 
 
 def build_throughput(

@@ -184,8 +184,11 @@ def unescaped(text: str) -> str:
     return re.sub(r"\\([ntr\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})", replaced, text)
 
 
-def piped_prompts(lines: Iterable[bytes]) -> Iterator[str]:
-    """The lines of standard input, without their ends and without a byte-order mark.
+def piped_prompts(lines: Iterable[bytes], name: str = "standard input") -> Iterator[str]:
+    """The lines of a text, without their ends and without a byte-order mark.
+
+    Args:
+        name: where they come from, for messages.
 
     Raises:
         UserError: a line is not UTF-8.
@@ -194,9 +197,7 @@ def piped_prompts(lines: Iterable[bytes]) -> Iterator[str]:
         try:
             prompt = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"standard input, line {number}: not UTF-8 (byte {error.start + 1})"
-            ) from error
+            raise UserError(f"{name}, line {number}: not UTF-8 (byte {error.start + 1})") from error
         yield prompt.removesuffix("\n").removesuffix("\r")
 
 

@@ -304,7 +304,7 @@ class CheckpointConfig(ScalerunDataclass):
     best_checkpoint_metric: str = option(
         "loss",
         "validation metric that marks the best checkpoint",
-        choices=("loss", "ppl", "bits_per_byte"),
+        choices=("loss", "ppl", "bits_per_byte", "bleu", "chrf"),
     )
     best_checkpoint_subset: str | None = option(
         None, "validation set of that metric (default: the first)"

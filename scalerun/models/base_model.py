@@ -30,6 +30,8 @@ class BaseModel(nn.Module, ABC):
 
     takes_loss: ClassVar[bool] = False
     """Whether ``forward`` takes a ``loss``, a ``FeatureLoss`` of ``base_decoder``."""
+    is_compiled: bool = False
+    """Whether :meth:`compile_blocks` was called."""
 
     @property
     def shares_sequences(self) -> bool:
@@ -85,6 +87,7 @@ class BaseModel(nn.Module, ABC):
 
     def compile_blocks(self, *, backend: str = "inductor", fullgraph: bool = False) -> None:
         """Compile each shard unit in place; to be called before sharding."""
+        self.is_compiled = True
         for unit in self.shard_units():
             unit.compile(backend=backend, fullgraph=fullgraph)
 

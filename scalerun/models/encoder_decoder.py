@@ -103,32 +103,45 @@ class EncoderDecoder(BaseModel):
 
     def forward(
         self,
-        source_BM: Tensor,
+        source_BM: Tensor | None,
         tokens_BT: Tensor,
         *,
         source_padding_mask_BM: Tensor | None = None,
         padding_mask_BT: Tensor | None = None,
+        incremental_state: IncrementalState | None = None,
+        last_token_only: bool = False,
         loss: FeatureLoss | None = None,
     ) -> DecoderOutput:
         """Logits (B, T, V) of the token that follows each target token; reports of both stacks.
 
         Args:
-            source_BM: (B, M) int64.
-            tokens_BT: (B, T) int64.
+            source_BM: (B, M) int64; None after the first call with an incremental state, which
+                keeps what was encoded.
+            tokens_BT: (B, T) int64; with an incremental state the new ones.
             source_padding_mask_BM: (B, M) bool, True for padding; by default where the source is
                 the padding symbol.
             padding_mask_BT: (B, T) bool; needed only where padding is on the left. By default
                 where the target is the padding symbol, for experts that are not to see it.
+            incremental_state: from :meth:`init_incremental_state`; see :class:`BaseDecoder`.
+            last_token_only: compute the logits of the last token alone.
             loss: computed in place of the logits.
         """
-        encoded = self.encode(source_BM, padding_mask_BM=source_padding_mask_BM)
+        source: EncodedSource | None = None
+        reports: tuple[Auxiliary, ...] = ()
+        if source_BM is not None:
+            source, reports = self.encode(source_BM, padding_mask_BM=source_padding_mask_BM)
         pad = self.target_padding_idx
         if padding_mask_BT is None and self._hides_target_padding and pad is not None:
             padding_mask_BT = tokens_BT == pad
         output = self.decoder(
-            tokens_BT, padding_mask_BT=padding_mask_BT, source=encoded.source, loss=loss
+            tokens_BT,
+            padding_mask_BT=padding_mask_BT,
+            incremental_state=incremental_state,
+            last_token_only=last_token_only,
+            source=source,
+            loss=loss,
         )
-        return output._replace(reports=encoded.reports + output.reports)
+        return output._replace(reports=reports + output.reports)
 
     def encode(self, source_BM: Tensor, *, padding_mask_BM: Tensor | None = None) -> Encoded:
         """The encoder's part of :meth:`forward`; its source goes to the decoder, once."""

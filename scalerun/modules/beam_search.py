@@ -1,6 +1,6 @@
 """BeamSearch: which hypotheses of one prompt go on and which are done.
 
-N hypotheses that go on, V vocabulary.
+N hypotheses that go on, V vocabulary, K tokens that may follow each of them.
 """
 
 from __future__ import annotations
@@ -41,6 +41,23 @@ class Hypothesis:
         return replace(self, total=self.total + logprob, length=self.length + 1)
 
 
+def best_tokens(logprobs_NV: Tensor, *, beam: int) -> tuple[Tensor, Tensor]:
+    """The most likely next tokens of hypotheses of any number of prompts.
+
+    Twice the beam of each, because each hypothesis has one extension that ends it: no other token
+    can be among the best extensions that its prompt's search looks at.
+
+    Args:
+        logprobs_NV: ``-inf`` for tokens that must not be chosen.
+        beam: the widest of the prompts.
+
+    Returns:
+        On the host, (N, K): log-probabilities in float64 and tokens.
+    """
+    best = logprobs_NV.topk(min(2 * beam, logprobs_NV.shape[1]))
+    return best.values.double().cpu(), best.indices.cpu()
+
+
 class BeamSearch:
     """Keeps the ``beam`` best partial answers and the ``beam`` best finished ones.
 
@@ -72,18 +89,19 @@ class BeamSearch:
         self.live = [Hypothesis()]
         self.finished: list[Hypothesis] = []
 
-    def step(self, logprobs_NV: Tensor) -> list[int]:
+    def step(self, logprobs_NK: Tensor, tokens_NK: Tensor) -> list[int]:
         """Choose the next tokens.
 
         Args:
-            logprobs_NV: of the token after each of ``live``; ``-inf`` where it must not go.
+            logprobs_NK: as :func:`best_tokens` gives them for each of ``live``.
+            tokens_NK: the tokens that they belong to.
 
         Returns:
             For each of the new ``live`` the index of the one it continues; empty when it is over.
         """
         parents: list[int] = []
         grown: list[Hypothesis] = []
-        for parent, token, logprob in self._candidates(logprobs_NV):
+        for parent, token, logprob in self._candidates(logprobs_NK, tokens_NK):
             hypothesis = self.live[parent]
             if token == self.eos:
                 self.finished.append(hypothesis.ended(logprob))
@@ -101,27 +119,20 @@ class BeamSearch:
         self.finished.sort(key=lambda hypothesis: -hypothesis.score(self.lenpen))
         del self.finished[self.beam :]
         self.live = grown
-        return [] if self._settled() else parents
+        if self._settled():
+            self.live = []
+            return []
+        return parents
 
-    def _candidates(self, logprobs_NV: Tensor) -> list[tuple[int, int, float]]:
-        """(parent, token, log-probability) of the best extensions, the best first.
-
-        Twice the beam, because each parent has one extension that ends it.
-        """
-        totals_N = torch.tensor(
-            [hypothesis.total for hypothesis in self.live],
-            dtype=torch.float64,
-            device=logprobs_NV.device,
-        )
-        totals_NV = totals_N[:, None] + logprobs_NV.double()
-        best = totals_NV.flatten().topk(min(2 * self.beam, totals_NV.numel()))
-        places = best.indices[best.values > float("-inf")]
-        logprobs = logprobs_NV.flatten()[places].tolist()
-        vocabulary = logprobs_NV.shape[1]
-        return [
-            (place // vocabulary, place % vocabulary, logprob)
-            for place, logprob in zip(places.tolist(), logprobs, strict=True)
-        ]
+    def _candidates(self, logprobs_NK: Tensor, tokens_NK: Tensor) -> list[tuple[int, int, float]]:
+        """(parent, token, log-probability) of the best extensions, the best first."""
+        totals_N = torch.tensor([answer.total for answer in self.live], dtype=torch.float64)
+        totals = (totals_N[:, None] + logprobs_NK).flatten()
+        best = totals.sort(descending=True, stable=True)
+        places = best.indices[: 2 * self.beam][best.values[: 2 * self.beam] > float("-inf")]
+        parents = places // logprobs_NK.shape[1]
+        tokens, logprobs = tokens_NK.flatten()[places], logprobs_NK.flatten()[places]
+        return list(zip(parents.tolist(), tokens.tolist(), logprobs.tolist(), strict=True))
 
     def _settled(self) -> bool:
         if not self.live:

@@ -22,13 +22,14 @@ class LayerState(ABC):
 
 
 class KVCache(LayerState):
-    """Keys and values of one attention layer, allocated once for the longest sequence.
+    """Keys and values of one attention layer.
 
-    The buffers appear at the first :meth:`append`, with the dtype and device of the keys. Keys are
-    stored as the scores use them, so rotated keys are never rotated again.
+    The buffers appear at the first :meth:`append`, with the dtype and device of the keys and room
+    for twice the tokens, and grow in the same way. Keys are stored as the scores use them, so
+    rotated keys are never rotated again.
 
     Args:
-        max_length: S at the end.
+        max_length: S at the end, the most that there will be room for.
         projections: weight and bias of queries, keys and values in one, for the new tokens; other
             weights would make the cached keys worthless, so they stay what they are.
     """
@@ -38,6 +39,8 @@ class KVCache(LayerState):
     ) -> None:
         self.max_length = max_length
         self.projections = projections
+        self.length = 0
+        """S, slots that are in use."""
         self.keys_BHSK: Tensor | None = None
         self.values_BHSK: Tensor | None = None
 
@@ -46,18 +49,33 @@ class KVCache(LayerState):
         num_tokens = k_BHTK.shape[2]
         end = start + num_tokens
         if self.keys_BHSK is None or self.values_BHSK is None:
-            batch, heads, _, width = k_BHTK.shape
-            shape = (batch, heads, self.max_length, width)
-            self.keys_BHSK = k_BHTK.new_zeros(shape)
-            self.values_BHSK = v_BHTK.new_zeros(shape)
+            self.keys_BHSK, self.values_BHSK = k_BHTK[:, :, :0], v_BHTK[:, :, :0]
+        if end > self.keys_BHSK.shape[2]:
+            self._move(min(2 * end, self.max_length))
         self.keys_BHSK.narrow(2, start, num_tokens).copy_(k_BHTK)
         self.values_BHSK.narrow(2, start, num_tokens).copy_(v_BHTK)
+        self.length = end
         return self.keys_BHSK.narrow(2, 0, end), self.values_BHSK.narrow(2, 0, end)
 
     def reorder(self, order: Tensor) -> None:
-        if self.keys_BHSK is not None and self.values_BHSK is not None:
-            self.keys_BHSK = self.keys_BHSK.index_select(0, order)
-            self.values_BHSK = self.values_BHSK.index_select(0, order)
+        if self.keys_BHSK is not None:
+            self._move(self.keys_BHSK.shape[2], order)
+
+    def _move(self, num_slots: int, order: Tensor | None = None) -> None:
+        """Carry the slots in use into buffers of another size."""
+        assert self.keys_BHSK is not None
+        assert self.values_BHSK is not None
+
+        def moved(old_BHSK: Tensor) -> Tensor:
+            used_BHSK = old_BHSK.narrow(2, 0, self.length)
+            if order is not None:
+                used_BHSK = used_BHSK.index_select(0, order)
+            batch, heads, _, width = used_BHSK.shape
+            new_BHSK = old_BHSK.new_empty((batch, heads, num_slots, width))
+            new_BHSK.narrow(2, 0, self.length).copy_(used_BHSK)
+            return new_BHSK
+
+        self.keys_BHSK, self.values_BHSK = moved(self.keys_BHSK), moved(self.values_BHSK)
 
 
 class SourceCache(LayerState):
@@ -167,15 +185,20 @@ class IncrementalState:
         """Count tokens whose states all layers now hold."""
         self.length += num_tokens
 
-    def reorder(self, order: Tensor) -> None:
+    def reorder(self, order: Tensor, *, source_moves: bool = True) -> None:
         """Make sequence i what sequence ``order[i]`` was, as beam search needs it.
 
         Args:
             order: (new batch size,) int64; a sequence may be repeated or left out.
+            source_moves: False where each sequence reads the same source as the one that was in
+                its place, so that nothing of the source needs to be copied.
         """
         for layer in self.layers:
-            layer.reorder(order)
-        if self.source is not None:
+            if isinstance(layer, BlockState) and not source_moves:
+                layer.mixer.reorder(order)
+            else:
+                layer.reorder(order)
+        if self.source is not None and source_moves:
             self.source = self.source.reorder(order)
         if self._padding_BS is not None and self._positions_BS is not None:
             self._padding_BS = self._padding_BS.index_select(0, order)

@@ -24,6 +24,7 @@ from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.distributed.ranks import Ranks
 from scalerun.models.base_model import BaseModel, build_model
 from scalerun.registry import Registry
+from scalerun.tasks.base_scorer import BaseScorer
 
 logger = logging.getLogger(__name__)
 
@@ -233,6 +234,18 @@ class BaseTask(ABC):
         """The cost of a validation batch; the caller has put the model in evaluation mode."""
         with torch.no_grad():
             return criterion(model, batch)
+
+    def score_names(self) -> tuple[str, ...]:
+        """What validation measures besides the loss, by its names in ``metrics.jsonl``.
+
+        Raises:
+            ConfigError: a package that measures it is not installed.
+        """
+        return ()
+
+    def build_scorer(self, model: BaseModel, ranks: Ranks) -> BaseScorer | None:
+        """What measures it in one pass over a validation set; None where nothing is measured."""
+        return None
 
     def assets(self) -> dict[str, Path]:
         """Files that a checkpoint must carry to rebuild the task: name -> source."""

@@ -19,9 +19,11 @@ from scalerun.data.tokenizer import BYTES, BaseTokenizer, load_tokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
+from scalerun.distributed.ranks import Ranks
 from scalerun.models.base_model import MODEL_REGISTRY, BaseModel
 from scalerun.models.encoder_decoder import EncoderDecoder
 from scalerun.tasks.base_task import BaseTask, register_task
+from scalerun.tasks.eval_bleu import BleuScorer, EvalBleuConfig
 from scalerun.tasks.streaming_language_modeling import usable_cpus
 
 EXPECTED_LENGTH = 32
@@ -29,7 +31,7 @@ EXPECTED_LENGTH = 32
 
 
 @dataclass
-class TranslationConfig(ScalerunDataclass):
+class TranslationConfig(EvalBleuConfig):
     """Where the parallel text is and how it becomes tokens."""
 
     data: str = option("", "folder with train.SOURCE, train.TARGET, valid.SOURCE…", positional=True)
@@ -60,6 +62,7 @@ class TranslationConfig(ScalerunDataclass):
     )
 
     def validate(self) -> None:
+        super().validate()
         if not self.data:
             raise ConfigError("the data folder is missing: give it as the first argument")
         for flag, value in (
@@ -213,6 +216,17 @@ class TranslationTask(BaseTask):
         assert cfg.target_lang is not None
         return find_pair_sets(
             cfg.data, names, source_lang=cfg.source_lang, target_lang=cfg.target_lang
+        )
+
+    def score_names(self) -> tuple[str, ...]:
+        return self.cfg.score_names()
+
+    def build_scorer(self, model: BaseModel, ranks: Ranks) -> BleuScorer | None:
+        if not self.cfg.eval_bleu:
+            return None
+        assert isinstance(model, EncoderDecoder)
+        return self.cfg.build_scorer(
+            model, self.tokenizer, pad=self.source_tokenizer.dictionary.pad, ranks=ranks
         )
 
     def assets(self) -> dict[str, Path]:
