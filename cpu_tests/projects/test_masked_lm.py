@@ -35,7 +35,7 @@ def test_the_recipe_ends_with_a_table(run, tmp_path):
     assert [line.split()[0] for line in table[1:]] == ["plays", "novels", "speeches"]
     for line in table[1:]:
         unigram, trigram, both, _ = map(float, re.findall(r"([\d.]+)%", line))
-        assert 2 < unigram < trigram < both < 60
+        assert 1 < unigram < trigram < both < 60
 
 
 def test_the_page_gives_the_commands_of_the_recipe():

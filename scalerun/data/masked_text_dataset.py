@@ -7,11 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from scalerun.data.base_dataset import DatasetCounts
+from scalerun.data.collate import Collate
+from scalerun.data.layout import Split
 from scalerun.data.masking import MaskedBlock, Masking
 from scalerun.data.permutation import Purpose
+from scalerun.data.quarantine import QuarantineFile
 from scalerun.data.sentence_blocks import SentenceBlocks
-from scalerun.data.streaming_dataset import StreamingTextDataset, logger
+from scalerun.data.streaming_dataset import Recipe, StreamingTextDataset, logger
 from scalerun.data.token_block_dataset import BlockDataset, Ints
+from scalerun.data.token_cache import TokenCache
 from scalerun.data.token_file import TokenFile
 
 VALID_SEED = 0
@@ -25,14 +29,27 @@ class MaskedTextDataset(StreamingTextDataset):
     set without a seed never changes.
 
     Args:
+        split: its files.
+        cache: gives their tokens.
+        recipe: cutting, order and shares.
+        collater: makes batches.
+        quarantine: where bad records are listed.
         masking: how tokens are hidden.
-        options: those of the base.
     """
 
-    def __init__(self, *args: Any, masking: Masking, **options: Any) -> None:
-        self.masking = masking
+    def __init__(
+        self,
+        split: Split,
+        cache: TokenCache,
+        *,
+        recipe: Recipe,
+        collater: Collate,
+        quarantine: QuarantineFile,
+        masking: Masking,
+    ) -> None:
+        self.masking = masking  # the base asks for the settings at once
         self._told: set[int] = set()
-        super().__init__(*args, **options)
+        super().__init__(split, cache, recipe=recipe, collater=collater, quarantine=quarantine)
 
     @property
     def ingredients(self) -> dict[str, str]:
