@@ -16,7 +16,9 @@ BERT = """
     --optimizer adam --adam-betas '(0.9,0.98)' --adam-eps 1e-6 --clip-norm 2.0
     --lr-scheduler polynomial_decay --lr 0.0005 --warmup-updates 10000 --total-num-update 125000
     --max-update 125000 --max-sentences 32 --update-freq 1 --log-format simple --log-interval 100
-    --disable-validation --save-interval-updates 5000 --no-epoch-checkpoints --seed 1
+    --disable-validation --save-interval-updates 5000 --no-epoch-checkpoints
+    --fp16 --fp16-init-scale 4 --fp16-scale-window 256 --min-loss-scale 0.0001 --seed 1
+    --ddp-backend=no_c10d --distributed-no-spawn --reset-dataloader --batch-read-ahead 10000
     --rel-pos-buckets 32 --max-rel-pos 128 --deepnorm
 """
 DENSE = f"{BERT} --criterion masked_lm"
@@ -104,7 +106,7 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(run, start, data, records, tmp
 def test_validate_gives_what_training_reported_whatever_the_batch_size(
     run, data, records, tmp_path
 ):
-    more = ["--no-disable-validation", "--max-update", "6", "--validate-interval-updates", "3"]
+    more = ["--no-fp16", "--no-disable-validation", "--max-update", "6", "--validate-interval-updates", "3"]
     train(run, *words_of(DENSE, "--save-dir", "run", *more))
     reported = records(tmp_path / "run", "valid", num_updates=6)[-1]
     for size in ("1", "8"):

@@ -112,23 +112,28 @@ def test_a_data_folder_is_needed(make_task, tmp_path):
 GPT = [
     "--num-workers", "2", "--activation-fn", "gelu", "--share-decoder-input-output-embed",
     "--validate-interval-updates", "1000", "--save-interval-updates", "1000",
-    "--no-epoch-checkpoints", "--fp16-init-scale", "4", "--arch", "lm_base",
+    "--no-epoch-checkpoints", "--memory-efficient-fp16", "--fp16-init-scale", "4",
+    "--arch", "lm_base",
     "--task", "language_modeling", "--sample-break-mode", "none", "--tokens-per-sample", "128",
     "--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--adam-eps", "1e-08",
     "--clip-norm", "0.0", "--lr", "5e-4", "--lr-scheduler", "polynomial_decay",
     "--warmup-updates", "750", "--dropout", "0.1", "--attention-dropout", "0.1",
     "--weight-decay", "0.01", "--batch-size", "4", "--update-freq", "1",
+    "--required-batch-size-multiple", "1", "--ddp-backend=c10d",
     "--total-num-update", "50000", "--max-update", "50000", "--seed", "1",
 ]  # fmt: skip
-"""The published command for a dense GPT, but for its precision and the way ranks add gradients."""
+"""The published command for a dense GPT."""
 MOE = [
     "--moe-expert-count", "2", "--moe-freq", "2", "--moe-gating-use-fp32",
     "--moe-second-expert-policy", "random", "--moe-normalize-gate-prob-before-dropping",
     "--moe-eval-capacity-token-fraction", "-1.0", "--criterion", "moe_cross_entropy",
     "--moe-gate-loss-wt", "0.01", "--moe-gate-loss-combine-method", "sum", "--use-xmoe",
 ]  # fmt: skip
-LONGNET = ["--segment-length", "[16,32]", "--dilated-ratio", "[1,2]"]
-"""The published segments have 2048 and 4096 tokens."""
+LONGNET = [
+    "--flash-attention", "--segment-length", "[2048,4096]", "--dilated-ratio", "[1,2]",
+    "--segment-length", "[]", "--segment-length", "[16,32]",
+]  # fmt: skip
+"""The published flags, and smaller segments in place of theirs."""
 SMALL = [
     "--decoder-layers", "2", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64",
     "--decoder-attention-heads", "2", "--tokens-per-sample", "32", "--lr", "0.01",
@@ -146,7 +151,7 @@ SMALL = [
 def test_the_published_commands_learn_and_their_checkpoints_can_be_used(
     run, records, folder, tmp_path, words, ranks
 ):
-    spread = ["--distributed-world-size", "2", "--ddp-backend", "pytorch_ddp"] if ranks > 1 else []
+    spread = ["--distributed-world-size", "2"] if ranks > 1 else []
     trained = run("train", folder, *GPT, *words, *SMALL, *spread, "--save-dir", "run")
     assert trained.code == 0, trained.stderr
     losses = [r["loss"] for r in records(tmp_path / "run", "train")]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.ranges import above_zero, at_least, check_num_workers
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, component, option
+
+logger = logging.getLogger(__name__)
 
 LOG_FORMATS = ("auto", "tqdm", "simple", "json", "none")
 
@@ -387,7 +390,9 @@ class ScalerunConfig(ScalerunDataclass):
                 f"--finetune-from-model takes weights alone, and {other} chooses what else to take "
                 "from another run; give one of them"
             )
-        if resets and ckpt.restore_file is None:
+        if resets == ["--reset-dataloader"] and ckpt.restore_file is None:
+            logger.warning("--reset-dataloader resets nothing without --restore-file")
+        elif resets and ckpt.restore_file is None:
             raise ConfigError(f"{resets[0]} says what not to load from --restore-file; give both")
         if self.distributed.gather_in_half and not (common.bf16 or common.fp16):
             raise ConfigError("--gather-in-half has no effect without --bf16 or --fp16; add one")

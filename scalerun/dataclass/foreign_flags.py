@@ -66,7 +66,7 @@ LEFT_OUT = {
     "--dataset-impl=": "the kind of file is read from the file",
     "--plasma-path= --use-plasma-view": "files are mapped into memory",
     "--data-subshard-count=": "any number of ranks reads the same shards",
-    "--shuffle-docs": "training data is always shuffled",
+    "--batch-read-ahead= --shuffle-docs": "training data is always shuffled as a whole",
     "--fix-batches-to-gpus": "the order of the data follows from --seed alone",
     "--fixed-validation-seed=": "validation draws no random numbers",
     "--seed-per-rank": "ranks always draw different random numbers",
