@@ -19,9 +19,9 @@ from scalerun.cli.output_file import prepare_output_file
 from scalerun.cli.segments import Segments, read_segments
 from scalerun.data.continuation import Generation
 from scalerun.data.length_batches import BatchLimits, LengthBatches
-from scalerun.dataclass.configs import above_zero, at_least
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
+from scalerun.dataclass.ranges import above_zero, at_least
 from scalerun.dataclass.scalerun_dataclass import option
 from scalerun.distributed.launch import choose_device
 from scalerun.logging.console import setup_logging

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scalerun.data.continuation import Generation
-from scalerun.dataclass.configs import at_least
 from scalerun.dataclass.errors import ConfigError
+from scalerun.dataclass.ranges import at_least
 from scalerun.dataclass.sampling_params import MAX_BEAM, SamplingParams
 from scalerun.models.encoder_decoder import EncoderDecoder
 from scalerun.sequence_generator import SequenceGenerator
