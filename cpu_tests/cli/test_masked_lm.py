@@ -106,7 +106,14 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(run, start, data, records, tmp
 def test_validate_gives_what_training_reported_whatever_the_batch_size(
     run, data, records, tmp_path
 ):
-    more = ["--no-fp16", "--no-disable-validation", "--max-update", "6", "--validate-interval-updates", "3"]
+    more = [
+        "--no-fp16",
+        "--no-disable-validation",
+        "--max-update",
+        "6",
+        "--validate-interval-updates",
+        "3",
+    ]
     train(run, *words_of(DENSE, "--save-dir", "run", *more))
     reported = records(tmp_path / "run", "valid", num_updates=6)[-1]
     for size in ("1", "8"):
