@@ -106,7 +106,7 @@ def test_validation_takes_the_limits_of_training_unless_it_has_its_own():
     assert valid_limits(cfg) == BatchLimits(2, 50, 1)
 
 
-def test_a_multiple_without_a_number_of_tokens_is_refused():
-    DatasetConfig(max_tokens_valid=9, required_batch_size_multiple=2).validate()
-    with pytest.raises(ConfigError, match="--required-batch-size-multiple has no effect without"):
-        DatasetConfig(batch_size=9, required_batch_size_multiple=2).validate()
+def test_a_multiple_is_above_zero():
+    DatasetConfig(batch_size=9, required_batch_size_multiple=2).validate()
+    with pytest.raises(ConfigError, match="--required-batch-size-multiple is 0"):
+        DatasetConfig(required_batch_size_multiple=0).validate()

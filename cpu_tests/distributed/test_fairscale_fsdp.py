@@ -79,7 +79,7 @@ class AnyShape:
 @pytest.fixture
 def on_cpus(monkeypatch):
     """Ranks that are forked from here run fairscale without a GPU."""
-    pytest.importorskip("fairscale", reason="fairscale is not installed")
+    pytest.importorskip("fairscale.nn.data_parallel", reason="fairscale is not installed")
     from fairscale.internal import reduce_scatter_bucketer
     from fairscale.nn.data_parallel import fully_sharded_data_parallel
 

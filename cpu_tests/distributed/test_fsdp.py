@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from cpu_tests.conftest import make_corpus
-from cpu_tests.layouts.training import ARCHITECTURES, make_trainer, train
+from cpu_tests.layouts.training import ARCHITECTURES, make_data, make_trainer, train
 from cpu_tests.world import run_world
 from scalerun.dataclass.errors import ConfigError
 
 
 def test_blocks_are_gathered_in_the_type_of_products_and_weights_stay_in_float32(tmp_path):
-    data = make_corpus(tmp_path / "data")
+    data = make_data(tmp_path / "data")
 
     def work(rank):
         found = {}
@@ -19,7 +19,7 @@ def test_blocks_are_gathered_in_the_type_of_products_and_weights_stay_in_float32
             for flags in ([], ["--gather-in-half"]):
                 argv = [*words, "--no-save", "--bf16", *flags]
                 trainer = make_trainer(data, tmp_path / name, argv, updates=4, data_size=2)
-                trainer.model.layers[0].register_forward_pre_hook(
+                trainer.model.shard_units()[0].register_forward_pre_hook(
                     lambda block, args, seen=seen: seen.update(p.dtype for p in block.parameters())
                 )
                 runs.append(train(trainer).losses)

@@ -53,6 +53,7 @@ def test_every_byte_and_the_next_losses_are_the_same(after, saved, tmp_path):
     check_after(after, "moe", data, states, tmp_path)
 
 
+@pytest.mark.long
 def test_an_encoder_decoder_goes_on_at_every_layout(tmp_path):
     data = make_data(tmp_path / "data")
     states = save_at(PAIRED, "encoder-decoder", data, tmp_path)
