@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from scalerun.criterions.base_criterion import BaseCriterion
+from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput
+from scalerun.data.base_dataset import DatasetCounts
 from scalerun.data.loader import valid_batches
 from scalerun.distributed.precision import Precision
 from scalerun.distributed.ranks import ALONE, Ranks
@@ -34,10 +35,9 @@ class SubsetResult:
     """Words that were scored; None where they were not counted."""
     nll_loss: float | None = None
     """Bits per target token of its probability alone; None where that is the loss."""
-    accuracy: float | None = None
-    """Share of the target tokens that the model ranks first; None where nobody counts them."""
     scores: dict[str, float] = field(default_factory=dict)
-    """What the task measures besides the loss."""
+    """What else was measured: ``accuracy``, the share of the target tokens that the model ranks
+    first, where the criterion counts them, and what the task measures."""
 
     @property
     def bits(self) -> float:
@@ -63,16 +63,14 @@ class SubsetResult:
 
     def record(self) -> dict[str, float | int | str | None]:
         """The numbers under their names in ``metrics.jsonl``."""
-        accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
         return {
             "subset": self.subset,
             "loss": self.loss,
             **({} if self.nll_loss is None else {"nll_loss": self.nll_loss}),
             "ppl": self.ppl,
             "bits_per_byte": self.bits_per_byte,
-            **accuracy,
-            "tokens": self.tokens,
             **self.scores,
+            "tokens": self.tokens,
         }
 
 
@@ -106,8 +104,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     criterion.eval()
-    sums = torch.zeros(6, dtype=torch.float64, device=precision.device)
-    loss_sum, nll_sum, num_targets, num_correct, smoothed, counted = sums.unbind()
+    totals = _Totals(precision.device)
     try:
         with torch.no_grad():
             for batch in valid_batches(
@@ -125,26 +122,43 @@ def evaluate(
                     output = task.valid_step(batch, model, criterion)
                     if scorer is not None:
                         scorer.add(batch)
-                loss_sum += output.loss_sum
-                nll_sum += output.loss_sum if output.nll_sum is None else output.nll_sum
-                num_targets += batch.num_targets
-                smoothed += output.nll_sum is not None
-                if output.num_correct is not None:
-                    num_correct += output.num_correct
-                    counted += 1
+                totals.add(output)
     finally:
         model.train(was_training)
         criterion.train(was_training)
-    loss, nll, tokens, correct, with_nll, with_accuracy = ranks.sum_over_data(sums).tolist()
-    counts = dataset.counts()
-    per_token = 1 / max(tokens, 1)
-    return SubsetResult(
-        subset=subset,
-        loss=loss * per_token / math.log(2),
-        nll_loss=nll * per_token / math.log(2) if with_nll else None,
-        tokens=int(tokens),
-        documents=counts.documents,
-        bytes_per_token=counts.bytes_per_token,
-        accuracy=correct * per_token if with_accuracy else None,
-        scores={} if scorer is None else scorer.scores(),
-    )
+    scores = {} if scorer is None else scorer.scores()
+    return totals.result(subset, dataset.counts(), scores, ranks)
+
+
+class _Totals:
+    """Sums over the batches of one rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(6, dtype=torch.float64, device=device)
+
+    def add(self, output: CriterionOutput) -> None:
+        """Count a batch."""
+        loss_sum, nll_sum, num_targets, num_correct, smoothed, counted = self._sums.unbind()
+        loss_sum += output.loss_sum
+        nll_sum += output.loss_sum if output.nll_sum is None else output.nll_sum
+        num_targets += output.num_targets
+        smoothed += output.nll_sum is not None
+        if output.num_correct is not None:
+            num_correct += output.num_correct
+            counted += 1
+
+    def result(
+        self, subset: str, counts: DatasetCounts, scores: dict[str, float], ranks: Ranks
+    ) -> SubsetResult:
+        """The result of all ranks' batches, on each of them."""
+        loss, nll, tokens, correct, smoothed, counted = ranks.sum_over_data(self._sums).tolist()
+        per_token = 1 / max(tokens, 1)
+        return SubsetResult(
+            subset=subset,
+            loss=loss * per_token / math.log(2),
+            nll_loss=nll * per_token / math.log(2) if smoothed else None,
+            tokens=int(tokens),
+            documents=counts.documents,
+            bytes_per_token=counts.bytes_per_token,
+            scores={**({"accuracy": correct * per_token} if counted else {}), **scores},
+        )

@@ -124,29 +124,10 @@ def score(cfg: ValidateConfig) -> list[SubsetResult]:
 
 def format_table(results: Sequence[SubsetResult]) -> str:
     """The numbers in aligned columns, for people."""
-    header = ["subset", "loss", "ppl", "bits/byte", "accuracy", "tokens", "documents"]
-    with_words = any(result.words is not None for result in results)
-    rows = [header + ["ppl/word", "words"] * with_words]
-    for result in results:
-        bits = result.bits_per_byte
-        rows.append(
-            [
-                result.subset,
-                f"{result.loss:.4f}",
-                f"{result.ppl:.2f}",
-                "-" if bits is None else f"{bits:.4f}",
-                "-" if result.accuracy is None else f"{result.accuracy:.4f}",
-                f"{result.tokens:,}",
-                f"{result.documents:,}",
-            ]
-        )
-        if with_words:
-            word_ppl = result.word_ppl
-            rows[-1] += ["-" if word_ppl is None else f"{word_ppl:.2f}", f"{result.words or 0:,}"]
-    if all(result.accuracy is None for result in results):
-        for row in rows:
-            del row[header.index("accuracy")]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    found = [_columns(result) for result in results]
+    names = list(dict.fromkeys(name for columns in found for name in columns))
+    rows = [names, *([columns.get(name, "-") for name in names] for columns in found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
             [
@@ -156,6 +137,25 @@ def format_table(results: Sequence[SubsetResult]) -> str:
         )
         for row in rows
     )
+
+
+def _columns(result: SubsetResult) -> dict[str, str]:
+    """Each number of a set under its heading."""
+    bits = result.bits_per_byte
+    columns = {
+        "subset": result.subset,
+        "loss": f"{result.loss:.4f}",
+        "ppl": f"{result.ppl:.2f}",
+        "bits/byte": "-" if bits is None else f"{bits:.4f}",
+        **{name: f"{value:.4f}" for name, value in result.scores.items()},
+        "tokens": f"{result.tokens:,}",
+        "documents": f"{result.documents:,}",
+    }
+    if result.words is not None:
+        word_ppl = result.word_ppl
+        columns["ppl/word"] = "-" if word_ppl is None else f"{word_ppl:.2f}"
+        columns["words"] = f"{result.words:,}"
+    return columns
 
 
 def write_json(path: Path, results: Sequence[SubsetResult]) -> None:
