@@ -2,7 +2,12 @@ import os
 
 import pytest
 
-from scalerun.cli.output_file import prepare_new_file, prepare_output_file, refuse_full_folder
+from scalerun.cli.output_file import (
+    prepare_new_file,
+    prepare_output_file,
+    prepare_output_files,
+    refuse_full_folder,
+)
 from scalerun.dataclass.errors import UserError
 
 
@@ -54,3 +59,23 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path):
         refuse_full_folder("--output", tmp_path)
     with pytest.raises(UserError, match=r"--output .*notes\.txt is a file; name a folder"):
         refuse_full_folder("--output", tmp_path / "notes.txt")
+
+
+def test_two_outputs_are_two_files(tmp_path):
+    one, same = str(tmp_path / "a"), str(tmp_path / "b/../a")
+    (tmp_path / "b").mkdir()
+    prepare_output_files({"--x": one, "--y": None}, inputs=[])
+    with pytest.raises(UserError, match="^--x and --y are both .*; name two files$"):
+        prepare_output_files({"--x": one, "--y": same}, inputs=[])
+
+
+def test_an_input_is_not_written_over(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    source, new = data / "train.en", data / "new"
+    source.write_text("text")
+    prepare_output_files({"--x": str(new)}, inputs=[str(data), None])
+    for inputs in ([str(source)], [str(data)]):
+        with pytest.raises(UserError, match="^--x .*train.en is a file that this command reads"):
+            prepare_output_files({"--x": str(source)}, inputs=inputs)
+    assert source.read_text() == "text"

@@ -214,3 +214,14 @@ def test_a_folder_of_pieces_can_be_trained_on_scored_and_asked(run, text, record
     done = run("interactive_cli", "--path", "run", "--cpu", stdin="the\n")
     assert done.code == 0, done.stderr
     assert done.stdout.startswith("the")
+
+
+def test_nothing_to_binarise_is_refused_and_leaves_no_folder(text):
+    (text / "empty.txt").write_text("")
+    with pytest.raises(UserError, match="^empty.txt has no text"):
+        make(validpref=["empty.txt"])
+    with pytest.raises(UserError, match="^--srcdict empty.txt lists no symbol"):
+        make(srcdict="empty.txt")
+    with pytest.raises(ConfigError, match="--nwordssrc is -3"):
+        make(nwordssrc=-3)
+    assert not (text / "data-bin").exists()

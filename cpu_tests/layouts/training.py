@@ -43,7 +43,7 @@ ARCHITECTURES = {
         *DECODER, "--dropout", "0", "--segment-length", "4,16", "--dilated-ratio", "1,2",
     ],
     "moe": [
-        *DECODER, "--moe-freq", "2", "--moe-expert-count", "4", "--use-xmoe", "--dropout", "0",
+        *DECODER, "--moe-freq", "2", "--moe-expert-count", "4", "--use-xmoe", "--dropout", "0.1",
         "--criterion", "moe_cross_entropy", "--clip-norm-type", "sparse",
         "--share-decoder-input-output-embed",
     ],

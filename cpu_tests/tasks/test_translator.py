@@ -77,3 +77,9 @@ def test_the_longest_translation_is_a_line_of_the_source(a, b, source, room, lon
 def test_a_refusal_names_the_flag_as_it_was_given():
     with pytest.raises(ConfigError, match="--eval-bleu-beam is 0"):
         SearchSettings(beam=0).check("--eval-bleu-")
+
+
+def test_a_shortest_translation_above_the_longest_is_refused():
+    with pytest.raises(ConfigError, match="^--min-len 50 is above the 10 tokens of --max-len-b"):
+        SearchSettings(min_len=50, max_len_b=10).check()
+    SearchSettings(min_len=50, max_len_a=1.2, max_len_b=10).check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -50,7 +51,8 @@ def outcome(main: Callable[[], int]) -> tuple[int, str | None]:
         return 1, None
     except OSError as error:
         what = f"{error.filename}: " if error.filename else ""
-        return _failed(_noted(error, f"{what}{error.strerror or error}"), 1)
+        more = "; free some space" if error.errno == errno.ENOSPC else ""
+        return _failed(_noted(error, f"{what}{error.strerror or error}{more}"), 1)
     except StopRequestedError as stop:
         return 128 + stop.signum, None
     except KeyboardInterrupt:

@@ -9,13 +9,12 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
 from scalerun.cli.entry import run_cli
 from scalerun.cli.inference_config import InferenceConfig
-from scalerun.cli.output_file import prepare_output_file
+from scalerun.cli.output_file import prepare_output_files, refuse_inputs
 from scalerun.cli.segments import Segments, read_segments
 from scalerun.data.continuation import Generation
 from scalerun.data.length_batches import BatchLimits, LengthBatches
@@ -119,9 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Translate, write what was asked for, print the scores; return the exit code."""
     cfg = parse_config(GenerateConfig, argv, prog="scalerun-generate")
     setup_logging()
-    for flag in ("output", "json", "scores"):
-        if (path := getattr(cfg, flag)) is not None:
-            prepare_output_file(f"--{flag}", Path(path))
+    outputs = {"--output": cfg.output, "--json": cfg.json, "--scores": cfg.scores}
+    prepare_output_files(outputs, inputs=[cfg.data, cfg.input, cfg.reference])
     device = choose_device(cpu=cfg.cpu)
     # Only now, so that --help need not wait for torch's distributed packages.
     from scalerun.cli.inference import load_for_inference
@@ -134,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--path: the run's task is {run.cfg.task._name}, which does not translate; continue "
             "prompts with scalerun.cli.interactive_cli"
         )
+    refuse_inputs(outputs, [run.task.cfg.data])
     segments = read_segments(run.task.cfg, cfg.gen_subset, cfg.input, cfg.reference)
     if segments.references is not None:
         require_sacrebleu("scoring translations")

@@ -91,6 +91,8 @@ class PreprocessConfig(ScalerunDataclass):
         words = not self.has_tokenizer and self.srcdict is None
         if words and not self.trainpref:
             raise ConfigError("a vocabulary is needed: --srcdict, --tokenizer, or --trainpref")
+        at_least("--thresholdsrc", self.thresholdsrc, 0)
+        at_least("--nwordssrc", self.nwordssrc, -1)
         if not words and (self.thresholdsrc > 0 or self.nwordssrc > 0):
             raise ConfigError(
                 "--thresholdsrc and --nwordssrc choose words of --trainpref; leave them out with "
@@ -142,6 +144,9 @@ def preprocess(cfg: PreprocessConfig) -> None:
             name: binarise(path, folder / name, vocabulary, workers=cfg.workers)
             for name, path in cfg.sets.items()
         }
+        for name, each in counts.items():
+            if not each.tokens:
+                raise UserError(f"{cfg.sets[name]} has no text; give a file with some")
         record["sets"] = {name: noted(each, cfg) for name, each in counts.items()}
         write_file(folder / RECORD_FILE, encoded(record))
     logger.info("%s is ready: --task language_modeling trains on it", destination)
@@ -194,7 +199,8 @@ def write_vocabulary(cfg: PreprocessConfig, folder: Path) -> dict[str, Any]:
         for name, source in files.items():
             write_file(folder / name, source.read_bytes())
     if cfg.srcdict is not None:
-        read_fairseq_dictionary(Path(cfg.srcdict), "--srcdict")
+        if not read_fairseq_dictionary(Path(cfg.srcdict), "--srcdict"):
+            raise UserError(f"--srcdict {cfg.srcdict} lists no symbol; give fairseq's dict.txt")
         content = Path(cfg.srcdict).read_bytes()
     else:
         symbols = symbols or words_of_training(cfg)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scalerun.cli.entry import run_cli
 from scalerun.cli.inference_config import InferenceConfig
-from scalerun.cli.output_file import prepare_output_file
+from scalerun.cli.output_file import prepare_output_files, refuse_inputs
 from scalerun.criterions.base_criterion import build_criterion
 from scalerun.data.length_batches import BatchLimits
 from scalerun.dataclass.errors import ConfigError, UserError
@@ -59,18 +59,20 @@ class ValidateConfig(InferenceConfig):
         at_least("--context-window", self.context_window, 0)
         check_num_workers(self.num_workers)
 
+    def outputs(self) -> dict[str, str | None]:
+        """Files to write, by their flags."""
+        return {
+            "--json": self.json,
+            "--output-word-probs": self.output_word_probs,
+            "--output-word-stats": self.output_word_stats,
+        }
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Score every set, print a table, write ``--json``; return the exit code."""
     cfg = parse_config(ValidateConfig, argv, prog="scalerun-validate")
     setup_logging()
-    for flag, path in (
-        ("--json", cfg.json),
-        ("--output-word-probs", cfg.output_word_probs),
-        ("--output-word-stats", cfg.output_word_stats),
-    ):
-        if path is not None:
-            prepare_output_file(flag, Path(path))
+    prepare_output_files(cfg.outputs(), inputs=[cfg.data])
     with StopSignal():
         results = score(cfg)
     print(format_table(results))
@@ -89,6 +91,7 @@ def score(cfg: ValidateConfig) -> list[SubsetResult]:
     run = load_for_inference(
         cfg.path, device=device, use_ema=cfg.use_ema, data=cfg.data, user_dir=cfg.user_dir
     )
+    refuse_inputs(cfg.outputs(), [getattr(run.task.cfg, "data", None)])
     precision = cfg.precision(run.cfg.common, device)
     if cfg.context_window:
         run.task.use_context_window(cfg.context_window)

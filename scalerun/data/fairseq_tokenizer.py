@@ -57,6 +57,9 @@ class WordTokenizer(BaseTokenizer):
         dropped = self.dictionary.dropped_ids
         return " ".join(self.token_text(index) for index in ids if index not in dropped)
 
+    def starts_word(self, index: int) -> bool:
+        return True
+
     def token_text(self, index: int) -> str:
         return self._names[index] if index < len(self._names) else f"<filler {index}>"
 

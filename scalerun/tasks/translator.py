@@ -51,6 +51,11 @@ class SearchSettings:
             raise ConfigError(f"{prefix}max-len-a is {self.max_len_a:g}; give 0 or more")
         at_least(f"{prefix}max-len-b", self.max_len_b, 0)
         at_least(f"{prefix}min-len", self.min_len, 0)
+        if self.max_len_a == 0 and self.max_len_b and self.min_len > self.max_len_b:
+            raise ConfigError(
+                f"{prefix}min-len {self.min_len} is above the {self.max_len_b} tokens of "
+                f"{prefix}max-len-b; change one"
+            )
         if self.max_len_a == 0 == self.max_len_b:
             raise ConfigError(
                 f"{prefix}max-len-a and {prefix}max-len-b are both 0, which leaves no room for a "

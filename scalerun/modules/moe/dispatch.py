@@ -49,13 +49,24 @@ class Dispatch:
         """(R,) int64: the token of each row; the first one in a row that is nobody's."""
         return self.choices_R % self.rows_KS.shape[1]
 
+    def of_rows(self, values_KSD: Tensor) -> Tensor:
+        """(R, D): what belongs to each row's choice; any choice's in a row that is nobody's."""
+        values_ND = values_KSD.flatten(0, 1)
+        return values_ND.index_select(0, self.choices_R.clamp_max(len(values_ND) - 1))
+
     def out(self, x_SD: Tensor) -> Tensor:
         """(R, D): each row's token."""
         rows: Tensor = _Out.apply(x_SD, self)
         return rows
 
-    def back(self, y_RD: Tensor, weights_KS: Tensor) -> Tensor:
-        """(S, D): each token's rows, weighted and added up; 0 if it has none."""
+    def back(self, y_RD: Tensor, weights_KS: Tensor, mask_KSD: Tensor | None = None) -> Tensor:
+        """(S, D): each token's rows, weighted and added up; 0 if it has none.
+
+        Args:
+            mask_KSD: factors of the rows, by choice and token; None for 1.
+        """
+        if mask_KSD is not None:
+            y_RD = y_RD * self.of_rows(mask_KSD)
         total: Tensor = _Back.apply(y_RD, weights_KS.to(y_RD.dtype), self)
         return total
 

@@ -45,11 +45,11 @@ class Exchange(Dispatch):
             rows_QD = F.pad(rows_QD, (0, 0, 0, 1))
         return super().out(rows_QD)
 
-    def back(self, y_PD: Tensor, weights_KS: Tensor) -> Tensor:
+    def back(self, y_PD: Tensor, weights_KS: Tensor, mask_KSD: Tensor | None = None) -> Tensor:
         """(S, D): each of this rank's tokens' rows, weighted and added up; 0 if it has none."""
         rows_QD = self.sum(y_PD)[: sum(self.received_W)]
         rows_RD = all_to_all_rows(rows_QD, self.mesh, sent=self.received_W, received=self.sent_W)
-        return self.outgoing.back(rows_RD, weights_KS)
+        return self.outgoing.back(rows_RD, weights_KS, mask_KSD)
 
 
 def make_exchange(choices: Choices, mesh: DeviceMesh, *, grouped: bool) -> Exchange:

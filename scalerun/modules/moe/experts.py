@@ -166,8 +166,16 @@ class Experts(nn.Module):
         if self.inner_norm is not None:
             h_RF = self.inner_norm(h_RF, dispatch)
         y_RD = reduce_from(dispatch.multiply(h_RF, held(self.fc2_weight)), tp_mesh)
-        y_RD = dispatch.add(y_RD, held(self.fc2_bias, cut=False))
-        return dropout(y_RD, self.dropout, training=self.training)
+        return dispatch.add(y_RD, held(self.fc2_bias, cut=False))
+
+    def output_mask(self, choices_KS: Tensor, dim: int, dtype: torch.dtype) -> Tensor | None:
+        """(K, S, D) factors of what experts give for each choice; None where nothing is dropped.
+
+        They are drawn where the tokens are, in the tokens' order, wherever the experts are.
+        """
+        if not self.training or self.dropout == 0.0:
+            return None
+        return F.dropout(choices_KS.new_ones((*choices_KS.shape, dim), dtype=dtype), self.dropout)
 
     def has_grouped_products(self, x_SD: Tensor) -> bool:
         """Whether rows of such tokens can be multiplied group by group."""

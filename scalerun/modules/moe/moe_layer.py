@@ -55,7 +55,8 @@ class MoELayer(PerToken):
         routing = self.router(x_SD, padding_S)
         dispatch = self.dispatch(routing, grouped=self.experts.has_grouped_products(x_SD))
         rows_RD = self.experts(dispatch.out(x_SD), dispatch)
-        y_SD = dispatch.back(rows_RD, routing.weights_KS)
+        mask_KSD = self.experts.output_mask(routing.weights_KS, dim, rows_RD.dtype)
+        y_SD = dispatch.back(rows_RD, routing.weights_KS, mask_KSD)
         if self.time_major:
             y_BTD = y_SD.view(num_tokens, num_samples, dim).transpose(0, 1)
         else:
