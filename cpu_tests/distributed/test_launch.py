@@ -1,19 +1,23 @@
 """How processes find each other, and the seeds of their forward passes."""
 
 import itertools
+import socket
 
 import pytest
 import torch
 
 from cpu_tests.world import run_world
-from scalerun.dataclass.errors import ConfigError
+from scalerun.dataclass.configs import DistributedConfig
+from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.distributed.launch import (
     choose_device,
     interface_towards,
+    join,
     refuse_unequal,
     seed_forward,
 )
 from scalerun.distributed.ranks import Control
+from scalerun.distributed.rendezvous import Rendezvous
 
 
 def draw(*place):
@@ -49,3 +53,14 @@ def test_unequal_flags_are_refused_by_name_on_every_rank():
     first, second = run_world(2, work)
     assert first == second
     assert first.startswith("rank 0 was given --max-update 3 and rank 1 4")
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        place = Rendezvous(0, 2, 0, "127.0.0.1", port, hosts_store=True)
+        cfg = DistributedConfig(distributed_timeout_seconds=5)
+        with pytest.raises(UserError, match=f"^port {port} of this host, .* is in use; choose"):
+            join(place, cfg, torch.device("cpu"), settings={})

@@ -70,6 +70,11 @@ def join(
         )
         return form_ranks(cfg, device.type, local_rank=rendezvous.local_rank, settings=settings)
     except RuntimeError as error:  # the store's, and those of the connections between ranks
+        if "EADDRINUSE" in str(error):
+            raise UserError(
+                f"port {rendezvous.port} of this host, where the ranks were to meet, is in use; "
+                "choose another with --distributed-port, or with MASTER_PORT where you set it"
+            ) from error
         raise UserError(
             f"the other {world_size - 1} ranks could not be met at {rendezvous.address}:"
             f"{rendezvous.port} within {cfg.distributed_timeout_seconds} s; see that all were "
