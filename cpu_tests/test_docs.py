@@ -247,6 +247,7 @@ def test_three_commands_lead_from_a_folder_of_text_to_generated_text(launch, tex
     assert len(answer.stdout) > len("Once upon a time\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES[1:])  # the README: see above
 def test_every_command_of_a_page_works(launch, home, name, monkeypatch):
     shell = Shell(launch, home)

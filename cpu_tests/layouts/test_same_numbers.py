@@ -17,7 +17,14 @@ def alone(tmp_path_factory):
     return data, train_at(LAYOUTS["one"], data, home, updates=UPDATES)
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
+def cases():
+    """Every layout of several ranks; more than two of them take long."""
+    for name, layout in LAYOUTS.items():
+        if layout.size > 1:
+            yield pytest.param(name, marks=[pytest.mark.long] if layout.size > 2 else [])
+
+
+@pytest.mark.parametrize("name", cases())
 def test_a_layout_changes_no_number(name, alone, tmp_path):
     data, expected = alone
     layout = LAYOUTS[name]

@@ -55,6 +55,7 @@ def scores_of(data, home, restore, words, *, data_size):
     return result.scores
 
 
+@pytest.mark.long
 def test_bleu_is_the_same_at_every_layout(data, trained, tmp_path):
     """Five pairs in batches of two: a rank of two has one batch less to translate."""
     for ending in ("en", "es"):
