@@ -26,14 +26,15 @@ from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.models.base_model import BaseModel
 from scalerun.models.transformer_mlm import TransformerMLM
 from scalerun.tasks.base_task import BaseTask, register_task
-from scalerun.tasks.streaming_language_modeling import new_reports, usable_cpus
+from scalerun.tasks.streaming_language_modeling import new_reports
+from scalerun.tasks.text_files import TextFilesConfig, usable_cpus
 
 SHORTEST = 3
 """Tokens of the shortest sequence: its beginning, one piece, the end of the sentence."""
 
 
 @dataclass
-class PretrainingConfig(ScalerunDataclass):
+class PretrainingConfig(TextFilesConfig):
     """Where the sentences are, how they become sequences, and which tokens are hidden."""
 
     data: str = option("", "folder with json/train.json and the files it lists", positional=True)
@@ -58,14 +59,6 @@ class PretrainingConfig(ScalerunDataclass):
     random_token_prob: float = option(0.1, "share of them that random symbols replace")
     pad_to_max_length: bool = option(
         False, "pad each batch to --tokens-per-sample, not to its longest sequence"
-    )
-    bad_records: str = option(
-        "stop",
-        "stop at a line that cannot be read, or skip it and list it in quarantine.jsonl",
-        choices=("stop", "skip"),
-    )
-    cache_dir: str | None = option(
-        None, "folder for tokenised data, to share between runs (default: in the run folder)"
     )
 
     def validate(self) -> None:
@@ -121,7 +114,7 @@ class PretrainingTask(BaseTask):
             _file(cfg, "--spm-model", cfg.spm_model, MODEL_FILE),
             _file(cfg, "--dict-file", cfg.dict_file, DICT_FILE),
         )
-        folder = Path(cfg.cache_dir) if cfg.cache_dir is not None else cache_dir
+        folder = cfg.cache_folder(cache_dir)
         return cls(cfg, tokenizer, seed=seed, cache_dir=folder, quarantine=quarantine)
 
     def check_model(self, model: BaseModel, model_cfg: ScalerunDataclass) -> None:

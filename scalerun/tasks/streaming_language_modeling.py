@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,12 +23,13 @@ from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.models.base_decoder import BaseDecoder
 from scalerun.models.base_model import BaseModel
 from scalerun.tasks.base_task import BaseTask, register_task
+from scalerun.tasks.text_files import TextFilesConfig, usable_cpus
 
 CORPORA_REPORTED = 20
 
 
 @dataclass
-class StreamingLanguageModelingConfig(ScalerunDataclass):
+class StreamingLanguageModelingConfig(TextFilesConfig):
     """Where the text is and how it becomes sequences."""
 
     data: str = option("", "folder with train/<shard>/*.jsonl, or with text files", positional=True)
@@ -60,14 +60,6 @@ class StreamingLanguageModelingConfig(ScalerunDataclass):
     )
     valid_fraction: float = option(
         0.0, "share of the training documents to hold out as the set valid; 0 for none"
-    )
-    bad_records: str = option(
-        "stop",
-        "stop at a record that cannot be read, or skip it and list it in quarantine.jsonl",
-        choices=("stop", "skip"),
-    )
-    cache_dir: str | None = option(
-        None, "folder for tokenised data, to share between runs (default: in the run folder)"
     )
 
     def validate(self) -> None:
@@ -138,7 +130,7 @@ class StreamingLanguageModelingTask(BaseTask):
         tokenizer = load_tokenizer(
             cfg.tokenizer, cfg.vocab_filename, cfg.merges_filename, cfg.end_of_document_symbol
         )
-        folder = Path(cfg.cache_dir) if cfg.cache_dir is not None else cache_dir
+        folder = cfg.cache_folder(cache_dir)
         return cls(cfg, tokenizer, seed=seed, cache_dir=folder, quarantine=quarantine)
 
     def read_dataset(self, split: str, *, training: bool) -> StreamingTextDataset:
@@ -228,13 +220,6 @@ def require_decoder(
             f"--arch {model_cfg._name} does not predict the next token, which is what --task "
             f"{task_cfg._name} trains; give a decoder, such as --arch lm_base"
         )
-
-
-def usable_cpus() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def new_reports(

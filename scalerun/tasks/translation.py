@@ -24,14 +24,14 @@ from scalerun.models.base_model import MODEL_REGISTRY, BaseModel
 from scalerun.models.encoder_decoder import EncoderDecoder
 from scalerun.tasks.base_task import BaseTask, register_task
 from scalerun.tasks.eval_bleu import BleuScorer, EvalBleuConfig
-from scalerun.tasks.streaming_language_modeling import usable_cpus
+from scalerun.tasks.text_files import TextFilesConfig, usable_cpus
 
 EXPECTED_LENGTH = 32
 """Tokens of a sentence, more or less, for an estimate until the text has been read."""
 
 
 @dataclass
-class TranslationConfig(EvalBleuConfig):
+class TranslationConfig(EvalBleuConfig, TextFilesConfig):
     """Where the parallel text is and how it becomes tokens."""
 
     data: str = option("", "folder with train.SOURCE, train.TARGET, valid.SOURCE…", positional=True)
@@ -51,14 +51,6 @@ class TranslationConfig(EvalBleuConfig):
     )
     target_tokenizer: str | None = option(
         None, "vocabulary of the target alone, with --source-tokenizer"
-    )
-    bad_records: str = option(
-        "stop",
-        "stop at a pair that cannot be used, or skip it and list it in quarantine.jsonl",
-        choices=("stop", "skip"),
-    )
-    cache_dir: str | None = option(
-        None, "folder for tokenised data, to share between runs (default: in the run folder)"
     )
 
     def validate(self) -> None:
@@ -132,7 +124,7 @@ class TranslationTask(BaseTask):
         else:
             source = load_tokenizer(cfg.source_tokenizer, flag="--source-tokenizer")
             target = load_tokenizer(cfg.target_tokenizer, flag="--target-tokenizer")
-        folder = Path(cfg.cache_dir) if cfg.cache_dir is not None else cache_dir
+        folder = cfg.cache_folder(cache_dir)
         return cls(cfg, source, target, seed=seed, cache_dir=folder, quarantine=quarantine)
 
     @property
