@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -23,6 +24,8 @@ ADDRESS = "127.0.0.1"
 GRACE_SECONDS = 10.0
 """How long the other ranks may go on after one has failed."""
 POLL_SECONDS = 0.05
+BACKLOG = 4096
+"""Ranks that may knock before anybody answers; the system may allow fewer."""
 PARENT_CHECK_SECONDS = 1.0
 """For systems other than Linux, and a parent that ended before the rank had begun."""
 _PR_SET_PDEATHSIG = 1
@@ -55,16 +58,16 @@ def run_local_ranks(world_size: int, work: Callable[[Rendezvous], Outcome]) -> O
     Returns:
         The first failure, or 0.
     """
-    # The parent keeps the store: it lives longest, and the port is free without a guess.
-    store = torch.distributed.TCPStore(
-        ADDRESS, 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
     children: list[_Child] = []
-    with _handed_on(children):
+    # Listening first: the port is free without a guess, and early ranks queue.
+    with socket.create_server((ADDRESS, 0), backlog=BACKLOG) as listener, _handed_on(children):
+        port = listener.getsockname()[1]
         for rank in range(world_size):
-            place = Rendezvous(rank, world_size, rank, ADDRESS, store.port, hosts_store=False)
-            children.append(_fork(place, work))
-        failed = _wait(children)
+            place = Rendezvous(rank, world_size, rank, ADDRESS, port, hosts_store=False)
+            children.append(_fork(place, work, listener))
+        # Not before the last fork: its thread may hold a lock, which would stay shut in a child.
+        with _store(listener):
+            failed = _wait(children)
     if not failed:
         return 0, None
     for child in failed:
@@ -76,7 +79,25 @@ def run_local_ranks(world_size: int, work: Callable[[Rendezvous], Outcome]) -> O
     return first.code or 1, text if everybody or not text else f"rank {first.rank}: {text}"
 
 
-def _fork(place: Rendezvous, work: Callable[[Rendezvous], Outcome]) -> _Child:
+@contextlib.contextmanager
+def _store(listener: socket.socket) -> Iterator[None]:
+    """Keep the store that the ranks meet at; the parent does, as it lives longest."""
+    host, port = listener.getsockname()
+    store = torch.distributed.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
+    )
+    yield
+    del store
+
+
+def _fork(
+    place: Rendezvous, work: Callable[[Rendezvous], Outcome], listener: socket.socket
+) -> _Child:
     sys.stdout.flush()
     sys.stderr.flush()
     reader, writer = os.pipe()
@@ -88,6 +109,7 @@ def _fork(place: Rendezvous, work: Callable[[Rendezvous], Outcome]) -> _Child:
     code = 1
     try:
         os.close(reader)
+        listener.close()
         os.setpgid(0, 0)  # a signal from the terminal comes once, from the parent
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.default_int_handler)
