@@ -22,6 +22,7 @@ from scalerun.cli.checkpoint import VERBS
 from scalerun.cli.convert import ConvertConfig
 from scalerun.cli.generate import GenerateConfig
 from scalerun.cli.interactive_cli import InteractiveConfig
+from scalerun.cli.interactive_ft import ChatConfig
 from scalerun.cli.preprocess import PreprocessConfig
 from scalerun.cli.registries import CHOOSERS
 from scalerun.cli.train_tokenizer import TrainTokenizerConfig
@@ -42,6 +43,7 @@ SCRIPTS = {
     "scalerun-train": "train",
     "scalerun-validate": "validate",
     "scalerun-interactive": "interactive_cli",
+    "scalerun-chat": "interactive_ft",
     "scalerun-generate": "generate",
     "scalerun-train-tokenizer": "train_tokenizer",
     "scalerun-convert": "convert",
@@ -57,6 +59,7 @@ SMALL = {
     "train_tokenizer": ["--vocab-size", "300"],
     "validate": ["--cpu"],
     "interactive_cli": ["--cpu"],
+    "interactive_ft": ["--cpu"],
     "generate": ["--cpu"],
     "convert": [],
     "checkpoint": [],
@@ -281,7 +284,13 @@ def test_every_command_of_a_page_works(launch, home, name, monkeypatch):
 def flags_of_everything():
     """Every spelling that any command understands."""
     root = ScalerunConfig()
-    groups = [InteractiveConfig(), ValidateConfig(), TrainTokenizerConfig(), ConvertConfig()]
+    groups = [
+        ChatConfig(),
+        InteractiveConfig(),
+        ValidateConfig(),
+        TrainTokenizerConfig(),
+        ConvertConfig(),
+    ]
     groups += [PreprocessConfig(), GenerateConfig()]
     groups += [config_class() for config_class, _, _ in VERBS.values()]
     groups += [g for g in vars(root).values() if isinstance(g, ScalerunDataclass)]
