@@ -28,7 +28,7 @@ import torch
 from benchmarks.adapters.scalerun import model_flags, optimizer_flags
 from benchmarks.bare_loop import BenchmarkShape
 from benchmarks.measured_process import quiet_environment, run
-from scalerun.data.tokenizer import load_tokenizer
+from scalerun.data.tokenizers.tokenizer import load_tokenizer
 
 HERE = Path(__file__).resolve().parent
 SHAPE = BenchmarkShape()

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from scalerun.data.indexed_dataset import IndexedWriter, stored_dtype
+from scalerun.data.binarised.indexed_dataset import IndexedWriter, stored_dtype
 
 WORDS = "the cat dog owl fox sleeps sits runs on mat in box".split()
 VERSE = [

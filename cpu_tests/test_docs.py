@@ -26,7 +26,7 @@ from scalerun.cli.preprocess import PreprocessConfig
 from scalerun.cli.registries import CHOOSERS
 from scalerun.cli.train_tokenizer import TrainTokenizerConfig
 from scalerun.cli.validate import ValidateConfig
-from scalerun.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from scalerun.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from scalerun.dataclass.configs import ScalerunConfig
 from scalerun.dataclass.flags import flags_of
 from scalerun.dataclass.foreign_flags import FOREIGN_FLAGS

@@ -84,7 +84,7 @@ TASK = """
 
     from scalerun.data.base_dataset import BaseDataset, DatasetCounts
     from scalerun.data.batch import Batch
-    from scalerun.data.dictionary import Dictionary
+    from scalerun.data.tokenizers.dictionary import Dictionary
     from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
     from scalerun.tasks.base_task import BaseTask, register_task
 

@@ -17,13 +17,13 @@ from scalerun.cli.interactive_cli import (
     unescaped,
     usable,
 )
-from scalerun.data.byte_tokenizer import ByteTokenizer
+from scalerun.data.tokenizers.byte_tokenizer import ByteTokenizer
 from scalerun.dataclass.configs import CommonConfig
 from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.generation.sequence_generator import SequenceGenerator
 from scalerun.models.base_decoder import BaseDecoder
 from scalerun.models.base_model import build_model
 from scalerun.models.transformer_config import TransformerConfig
-from scalerun.sequence_generator import SequenceGenerator
 
 CONTEXT = 160
 

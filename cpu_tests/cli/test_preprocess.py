@@ -6,9 +6,9 @@ import pytest
 
 from cpu_tests.processes import wait_for
 from scalerun.cli.preprocess import PreprocessConfig, preprocess
-from scalerun.data.fairseq_tokenizer import load_vocabulary
-from scalerun.data.indexed_dataset import IndexedFile
-from scalerun.data.tokenizer_training import train_byte_level_bpe, train_sentencepiece
+from scalerun.data.binarised.indexed_dataset import IndexedFile
+from scalerun.data.tokenizers.fairseq_tokenizer import load_vocabulary
+from scalerun.data.tokenizers.tokenizer_training import train_byte_level_bpe, train_sentencepiece
 from scalerun.dataclass.errors import ConfigError, UserError
 
 LINES = [
@@ -78,7 +78,7 @@ def test_the_vocabulary_can_be_cut_or_given(text):
 
 @pytest.mark.parametrize("kind", ["words", "bytes"])
 def test_the_bytes_do_not_depend_on_the_number_of_workers(text, monkeypatch, kind):
-    monkeypatch.setattr("scalerun.data.binarisation.BATCH_BYTES", 64)
+    monkeypatch.setattr("scalerun.data.binarised.binarisation.BATCH_BYTES", 64)
     tokenizer = {} if kind == "words" else {"tokenizer": kind}
     for workers in (1, 2, 3):
         make(f"by{workers}", workers=workers, **tokenizer)

@@ -3,9 +3,9 @@ import json
 import pytest
 
 from scalerun.cli.train_tokenizer import TrainTokenizerConfig, read_texts, train_tokenizer
-from scalerun.data.layout import find_split
-from scalerun.data.part import Part
-from scalerun.data.tokenizer import load_tokenizer
+from scalerun.data.text.layout import find_split
+from scalerun.data.text.part import Part
+from scalerun.data.tokenizers.tokenizer import load_tokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 
 

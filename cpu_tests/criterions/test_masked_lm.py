@@ -10,8 +10,8 @@ from cpu_tests.world import run_world
 from scalerun.criterions.base_criterion import CRITERION_REGISTRY, build_criterion
 from scalerun.criterions.masked_lm import count_correct
 from scalerun.data.batch import IGNORE_INDEX
-from scalerun.data.masked_batch import MaskedCollater
-from scalerun.data.masking import Masking
+from scalerun.data.masked.masked_batch import MaskedCollater
+from scalerun.data.masked.masking import Masking
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.models.base_model import build_model
 from scalerun.models.transformer_lm import lm_tiny

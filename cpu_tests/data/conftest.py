@@ -6,17 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scalerun.data.base_tokenizer import BaseTokenizer, content_digest
 from scalerun.data.collate import Collater
-from scalerun.data.dictionary import Dictionary
-from scalerun.data.json_tokenizer import JsonTokenizer
-from scalerun.data.layout import TextFile, find_split
-from scalerun.data.quarantine import QuarantineFile
-from scalerun.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from scalerun.data.streaming_dataset import Recipe, StreamingTextDataset
+from scalerun.data.text.layout import TextFile, find_split
+from scalerun.data.text.quarantine import QuarantineFile
+from scalerun.data.text.token_cache import TokenCache
 from scalerun.data.token_block_dataset import Packing
-from scalerun.data.token_cache import TokenCache
-from scalerun.data.tokenizer_training import train_byte_level_bpe, train_sentencepiece
+from scalerun.data.tokenizers.base_tokenizer import BaseTokenizer, content_digest
+from scalerun.data.tokenizers.dictionary import Dictionary
+from scalerun.data.tokenizers.json_tokenizer import JsonTokenizer
+from scalerun.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from scalerun.data.tokenizers.tokenizer_training import train_byte_level_bpe, train_sentencepiece
 
 VERSE = [
     f"Line {i}: the {word} sleeps,\n\n  and  dreams of {word}s\tand caf\u00e9s {i * 7919}.\n" * 4

@@ -87,7 +87,7 @@ def test_the_fingerprint_is_of_content_and_names_below_the_folder(
 def test_totals_grow_with_the_shards_read_and_are_there_at_once_next_time(
     number_corpus, open_dataset, monkeypatch
 ):
-    monkeypatch.setattr("scalerun.data.digests.SETTLED_NS", 0)
+    monkeypatch.setattr("scalerun.data.text.digests.SETTLED_NS", 0)
     dataset = open_dataset(number_corpus)
     assert dataset.counts().documents == 0
     dataset.shard(1, 0)
@@ -208,7 +208,7 @@ def test_the_next_shard_is_prepared_in_the_background_and_once(
     while dataset._background.is_running:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    monkeypatch.setattr("scalerun.data.token_cache.TokenCache._build", lambda *a: 1 / 0)
+    monkeypatch.setattr("scalerun.data.text.token_cache.TokenCache._build", lambda *a: 1 / 0)
     assert len(dataset.shard(1, 1)) > 0
     starts = []
     monkeypatch.setattr(dataset._background, "start", lambda files: starts.append(files) or True)
@@ -220,9 +220,9 @@ def test_the_next_shard_is_prepared_in_the_background_and_once(
 def test_start_up_reads_no_more_text_when_everything_is_cached(
     number_corpus, open_dataset, monkeypatch
 ):
-    monkeypatch.setattr("scalerun.data.digests.SETTLED_NS", 0)
+    monkeypatch.setattr("scalerun.data.text.digests.SETTLED_NS", 0)
     epoch_targets(open_dataset(number_corpus), 1)
-    monkeypatch.setattr("scalerun.data.digests.file_digest", lambda *a: 1 / 0)
-    monkeypatch.setattr("scalerun.data.token_cache.JsonlDataset", None)
+    monkeypatch.setattr("scalerun.data.text.digests.file_digest", lambda *a: 1 / 0)
+    monkeypatch.setattr("scalerun.data.text.token_cache.JsonlDataset", None)
     dataset: StreamingTextDataset = open_dataset(number_corpus)
     assert len(dataset.shard(7, 2)) > 0

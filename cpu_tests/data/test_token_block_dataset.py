@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scalerun.data.text.token_cache import TokenCache
 from scalerun.data.token_block_dataset import Packing, TokenBlockDataset
-from scalerun.data.token_cache import TokenCache
 
 TABLE = [[10, 11, 12, 13], [20, 21], [30, 31, 32, 33, 34, 35], [40]]
 END = 2

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from scalerun.data.byte_tokenizer import ByteTokenizer
 from scalerun.data.length_batches import BatchLimits
+from scalerun.data.tokenizers.byte_tokenizer import ByteTokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.distributed.mesh import ModelMeshes

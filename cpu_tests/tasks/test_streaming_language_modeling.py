@@ -6,7 +6,7 @@ import torch
 
 from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput
 from scalerun.data.loader import BatchLoader
-from scalerun.data.tokenizer_training import train_byte_level_bpe
+from scalerun.data.tokenizers.tokenizer_training import train_byte_level_bpe
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.models import ARCH_REGISTRY
 from scalerun.tasks.base_task import TASK_REGISTRY, setup_task

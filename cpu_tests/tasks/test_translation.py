@@ -8,7 +8,7 @@ import torch
 from scalerun.criterions.cross_entropy import CrossEntropy, CrossEntropyConfig
 from scalerun.data.length_batches import BatchLimits
 from scalerun.data.loader import valid_batches
-from scalerun.data.tokenizer_training import train_sentencepiece
+from scalerun.data.tokenizers.tokenizer_training import train_sentencepiece
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.models import ARCH_REGISTRY
 from scalerun.tasks.base_task import TASK_REGISTRY, setup_task

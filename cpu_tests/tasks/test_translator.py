@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from scalerun.data.byte_tokenizer import ByteTokenizer
+from scalerun.data.tokenizers.byte_tokenizer import ByteTokenizer
 from scalerun.dataclass.errors import ConfigError
+from scalerun.generation.sequence_generator import SequenceGenerator
 from scalerun.models.base_model import ARCH_REGISTRY, build_model
-from scalerun.sequence_generator import SequenceGenerator
 from scalerun.tasks.translator import SearchSettings, Translator
 
 BYTES = ByteTokenizer()

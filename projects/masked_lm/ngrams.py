@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from scalerun.cli.inference import load_for_inference
-from scalerun.data.masking import MaskedBlock
+from scalerun.data.masked.masking import MaskedBlock
 from scalerun.tasks.base_task import BaseTask
 
 Context = tuple[str, int, int] | tuple[str, int] | tuple[str]

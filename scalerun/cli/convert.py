@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 from scalerun.checkpoint.atomic import hash_file
 from scalerun.cli.entry import run_cli
 from scalerun.cli.output_file import refuse_full_folder
-from scalerun.data.base_tokenizer import BaseTokenizer
-from scalerun.data.fairseq_dictionary import rows_in_our_order
-from scalerun.data.tokenizer import load_tokenizer
+from scalerun.data.tokenizers.base_tokenizer import BaseTokenizer
+from scalerun.data.tokenizers.fairseq_dictionary import rows_in_our_order
+from scalerun.data.tokenizers.tokenizer import load_tokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option

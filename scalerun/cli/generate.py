@@ -16,13 +16,14 @@ from scalerun.cli.entry import run_cli
 from scalerun.cli.inference_config import InferenceConfig
 from scalerun.cli.output_file import prepare_output_files, refuse_inputs
 from scalerun.cli.segments import Segments, read_segments
-from scalerun.data.continuation import Generation
 from scalerun.data.length_batches import BatchLimits, LengthBatches
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
 from scalerun.dataclass.ranges import above_zero, at_least
 from scalerun.dataclass.scalerun_dataclass import option
 from scalerun.distributed.launch import choose_device
+from scalerun.generation.continuation import Generation
+from scalerun.generation.sequence_generator import SequenceGenerator
 from scalerun.logging.console import setup_logging
 from scalerun.logging.translation_scores import (
     TOKENIZERS,
@@ -31,7 +32,6 @@ from scalerun.logging.translation_scores import (
     score_translations,
 )
 from scalerun.models.encoder_decoder import EncoderDecoder
-from scalerun.sequence_generator import SequenceGenerator
 from scalerun.tasks.translation import TranslationTask
 from scalerun.tasks.translator import SearchSettings, Translator
 

@@ -19,15 +19,15 @@ from typing import IO
 
 from scalerun.cli.entry import run_cli
 from scalerun.cli.inference_config import InferenceConfig
-from scalerun.data.base_tokenizer import BaseTokenizer
+from scalerun.data.tokenizers.base_tokenizer import BaseTokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
 from scalerun.dataclass.sampling_params import SamplingParams
 from scalerun.dataclass.scalerun_dataclass import option
 from scalerun.distributed.launch import choose_device
+from scalerun.generation.sequence_generator import SequenceGenerator
 from scalerun.logging.console import setup_logging
 from scalerun.models.base_decoder import BaseDecoder
-from scalerun.sequence_generator import SequenceGenerator
 
 PROG = "scalerun-interactive"
 PROMPT_MARK = "> "

@@ -13,9 +13,9 @@ from scalerun.cli.inference_config import InferenceConfig
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.sampling_params import SamplingParams
 from scalerun.distributed.launch import choose_device
+from scalerun.generation.scoring import TokenScorer
+from scalerun.generation.sequence_generator import SequenceGenerator
 from scalerun.models.base_decoder import BaseDecoder
-from scalerun.scoring import TokenScorer
-from scalerun.sequence_generator import SequenceGenerator
 
 if TYPE_CHECKING:
     from scalerun.cli.inference import LoadedRun

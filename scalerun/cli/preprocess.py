@@ -18,8 +18,7 @@ from tqdm import tqdm
 from scalerun.checkpoint.atomic import sync_folder, write_file
 from scalerun.cli.entry import run_cli
 from scalerun.cli.output_file import refuse_full_folder
-from scalerun.data.base_tokenizer import BaseTokenizer
-from scalerun.data.binarisation import (
+from scalerun.data.binarised.binarisation import (
     Binariser,
     TextCounts,
     choose_words,
@@ -27,17 +26,18 @@ from scalerun.data.binarisation import (
     dictionary_text,
     read_batches,
 )
-from scalerun.data.fairseq_dictionary import read_fairseq_dictionary
-from scalerun.data.fairseq_tokenizer import (
+from scalerun.data.binarised.indexed_dataset import IndexedWriter, stored_dtype
+from scalerun.data.ordered_workers import OrderedWorkers
+from scalerun.data.tokenizers.base_tokenizer import BaseTokenizer
+from scalerun.data.tokenizers.fairseq_dictionary import read_fairseq_dictionary
+from scalerun.data.tokenizers.fairseq_tokenizer import (
     DICTIONARY_FILE,
     ONE_FILE,
     RECORD_FILE,
     load_vocabulary,
     piece_names,
 )
-from scalerun.data.indexed_dataset import IndexedWriter, stored_dtype
-from scalerun.data.ordered_workers import OrderedWorkers
-from scalerun.data.tokenizer import BYTES, load_tokenizer
+from scalerun.data.tokenizers.tokenizer import BYTES, load_tokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
 from scalerun.dataclass.ranges import MAX_WORKERS, at_least

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scalerun.cli.interactive_cli import piped_prompts
-from scalerun.data.layout import data_folder
-from scalerun.data.parallel_layout import find_pair
+from scalerun.data.parallel.parallel_layout import find_pair
+from scalerun.data.text.layout import data_folder
 from scalerun.dataclass.errors import UserError
 from scalerun.tasks.translation import TranslationConfig
 

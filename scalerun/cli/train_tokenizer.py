@@ -12,12 +12,12 @@ from pathlib import Path
 from scalerun.checkpoint.atomic import replace_file
 from scalerun.cli.entry import run_cli
 from scalerun.cli.output_file import prepare_output_file
-from scalerun.data.jsonl_dataset import JsonlDataset, QuarantinedRecord
-from scalerun.data.layout import TRAIN, Split, data_folder, find_split
-from scalerun.data.part import Part, check_valid_fraction
-from scalerun.data.segment_dataset import SegmentDataset, SegmentFile
-from scalerun.data.tokenizer import load_tokenizer
-from scalerun.data.tokenizer_training import train_byte_level_bpe, train_sentencepiece
+from scalerun.data.text.jsonl_dataset import JsonlDataset, QuarantinedRecord
+from scalerun.data.text.layout import TRAIN, Split, data_folder, find_split
+from scalerun.data.text.part import Part, check_valid_fraction
+from scalerun.data.text.segment_dataset import SegmentDataset, SegmentFile
+from scalerun.data.tokenizers.tokenizer import load_tokenizer
+from scalerun.data.tokenizers.tokenizer_training import train_byte_level_bpe, train_sentencepiece
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
 from scalerun.dataclass.ranges import at_least

@@ -12,10 +12,10 @@ from torch import nn
 from scalerun.cli.inference import LoadedRun
 from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput
 from scalerun.data.batch import IGNORE_INDEX, Batch
-from scalerun.data.words import Word, WordReader, WordTable
+from scalerun.data.tokenizers.words import Word, WordReader, WordTable
 from scalerun.dataclass.errors import UserError
+from scalerun.generation.scoring import target_logprobs
 from scalerun.models.base_decoder import BaseDecoder
-from scalerun.scoring import target_logprobs
 
 PROBS_FLAG = "--output-word-probs"
 STATS_FLAG = "--output-word-stats"

@@ -15,7 +15,7 @@ from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput, r
 from scalerun.criterions.cross_entropy import cross_entropy_sum
 from scalerun.criterions.moe import AddsGateLoss, GateLossConfig
 from scalerun.data.batch import Batch
-from scalerun.data.masked_batch import MaskedBatch
+from scalerun.data.masked.masked_batch import MaskedBatch
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.distributed.collectives import all_reduce

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from scalerun.data.base_dataset import BaseDataset
 from scalerun.data.batch import Batch
 from scalerun.data.batch_plan import BatchPlan, Cut, Position, plan_updates
-from scalerun.data.preparation import quiet_fork
+from scalerun.data.text.preparation import quiet_fork
 from scalerun.dataclass.errors import UserError
 
 PARENT_CHECK_SECONDS = 1.0

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scalerun.data.permutation import Purpose, permutation, uniform
+from scalerun.data.text.token_file import TokenFile
 from scalerun.data.token_block_dataset import Ints
-from scalerun.data.token_file import TokenFile
 from scalerun.dataclass.errors import ConfigError, UserError
 
 

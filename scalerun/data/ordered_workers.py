@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from scalerun.data.preparation import quiet_fork
+from scalerun.data.text.preparation import quiet_fork
 from scalerun.dataclass.errors import UserError
 
 Piece = TypeVar("Piece")

@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scalerun.data.base_dataset import BaseDataset, DatasetCounts
-from scalerun.data.base_tokenizer import content_digest
 from scalerun.data.batch import Batch
 from scalerun.data.collate import Collate
-from scalerun.data.document_kind import PLAIN_TEXT
-from scalerun.data.jsonl_dataset import QuarantinedRecord, ReadCounts
-from scalerun.data.layout import Split, TextFile
 from scalerun.data.mixture_dataset import Mixture, corpus_sizes
 from scalerun.data.permutation import Purpose, permutation
-from scalerun.data.preparation import BackgroundPreparation
-from scalerun.data.quarantine import QuarantineFile
+from scalerun.data.text.document_kind import PLAIN_TEXT
+from scalerun.data.text.jsonl_dataset import QuarantinedRecord, ReadCounts
+from scalerun.data.text.layout import Split, TextFile
+from scalerun.data.text.preparation import BackgroundPreparation
+from scalerun.data.text.quarantine import QuarantineFile
+from scalerun.data.text.token_cache import TokenCache
+from scalerun.data.text.token_file import TokenFile
 from scalerun.data.token_block_dataset import BlockDataset, Ints, Packing, TokenBlockDataset
-from scalerun.data.token_cache import TokenCache
-from scalerun.data.token_file import TokenFile
+from scalerun.data.tokenizers.base_tokenizer import content_digest
 from scalerun.dataclass.errors import UserError
 
 logger = logging.getLogger(__name__)

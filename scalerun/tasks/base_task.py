@@ -14,10 +14,10 @@ from torch import nn
 from scalerun.criterions.base_criterion import BaseCriterion, CriterionOutput
 from scalerun.data.base_dataset import BaseDataset
 from scalerun.data.batch import Batch
-from scalerun.data.dictionary import Dictionary
-from scalerun.data.layout import TRAIN
 from scalerun.data.length_batches import BatchLimits
-from scalerun.data.tokenizer import BaseTokenizer
+from scalerun.data.text.layout import TRAIN
+from scalerun.data.tokenizers.dictionary import Dictionary
+from scalerun.data.tokenizers.tokenizer import BaseTokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes

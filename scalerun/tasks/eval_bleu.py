@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from scalerun.data.base_tokenizer import BaseTokenizer
 from scalerun.data.batch import IGNORE_INDEX, Batch
+from scalerun.data.tokenizers.base_tokenizer import BaseTokenizer
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.distributed.ranks import Control, Ranks
+from scalerun.generation.sequence_generator import SequenceGenerator
 from scalerun.logging.translation_scores import (
     SCORES,
     TOKENIZERS,
@@ -16,7 +17,6 @@ from scalerun.logging.translation_scores import (
     score_translations,
 )
 from scalerun.models.encoder_decoder import EncoderDecoder
-from scalerun.sequence_generator import SequenceGenerator
 from scalerun.tasks.base_scorer import BaseScorer
 from scalerun.tasks.translator import SearchSettings, Translator
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from scalerun.data.base_tokenizer import BaseTokenizer
-from scalerun.data.binarised_dataset import BinarisedDataset
-from scalerun.data.binarised_layout import find_binarised_sets, find_prefixes
+from scalerun.data.binarised.binarised_dataset import BinarisedDataset
+from scalerun.data.binarised.binarised_layout import find_binarised_sets, find_prefixes
+from scalerun.data.binarised.indexed_dataset import IndexedFile
 from scalerun.data.collate import Collater
-from scalerun.data.fairseq_tokenizer import DICTIONARY_FILE, load_vocabulary, read_record
-from scalerun.data.indexed_dataset import IndexedFile
-from scalerun.data.layout import data_folder
+from scalerun.data.text.layout import data_folder
 from scalerun.data.token_block_dataset import BREAK_MODES, COMPLETE_DOC, Packing
+from scalerun.data.tokenizers.base_tokenizer import BaseTokenizer
+from scalerun.data.tokenizers.fairseq_tokenizer import DICTIONARY_FILE, load_vocabulary, read_record
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.ranges import at_least
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from scalerun.data.corpus_index import find_indices, read_index, training_split, whole_split
-from scalerun.data.fairseq_dictionary import NUM_SPECIAL
-from scalerun.data.layout import data_folder
-from scalerun.data.masked_batch import MaskedCollater
-from scalerun.data.masked_text_dataset import MaskedTextDataset
-from scalerun.data.masking import Masking
+from scalerun.data.masked.masked_batch import MaskedCollater
+from scalerun.data.masked.masked_text_dataset import MaskedTextDataset
+from scalerun.data.masked.masking import Masking
+from scalerun.data.masked.sentence_blocks import COMPLETE_DOC
 from scalerun.data.mixture_dataset import Mixture
-from scalerun.data.piece_tokenizer import DICT_FILE, MODEL_FILE, PieceTokenizer
-from scalerun.data.quarantine import QuarantineFile
-from scalerun.data.sentence_blocks import COMPLETE_DOC
-from scalerun.data.sentence_dataset import SENTENCES
 from scalerun.data.streaming_dataset import Recipe
+from scalerun.data.text.corpus_index import find_indices, read_index, training_split, whole_split
+from scalerun.data.text.layout import data_folder
+from scalerun.data.text.quarantine import QuarantineFile
+from scalerun.data.text.sentence_dataset import SENTENCES
+from scalerun.data.text.token_cache import TokenCache
 from scalerun.data.token_block_dataset import Packing
-from scalerun.data.token_cache import TokenCache
+from scalerun.data.tokenizers.fairseq_dictionary import NUM_SPECIAL
+from scalerun.data.tokenizers.piece_tokenizer import DICT_FILE, MODEL_FILE, PieceTokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.models.base_model import BaseModel

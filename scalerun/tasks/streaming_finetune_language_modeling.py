@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scalerun.data.example import EXAMPLES
+from scalerun.data.text.example import EXAMPLES
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import option
 from scalerun.tasks.base_task import register_task

@@ -9,15 +9,15 @@ from typing import Any, ClassVar, Self
 
 from scalerun.data.base_dataset import BaseDataset
 from scalerun.data.collate import Collater
-from scalerun.data.document_kind import PLAIN_TEXT, DocumentKind
-from scalerun.data.layout import TRAIN, VALID, Split, data_folder, find_sets, find_split
 from scalerun.data.mixture_dataset import Mixture
-from scalerun.data.part import Part, check_valid_fraction
-from scalerun.data.quarantine import QuarantineFile
 from scalerun.data.streaming_dataset import Recipe, StreamingTextDataset
+from scalerun.data.text.document_kind import PLAIN_TEXT, DocumentKind
+from scalerun.data.text.layout import TRAIN, VALID, Split, data_folder, find_sets, find_split
+from scalerun.data.text.part import Part, check_valid_fraction
+from scalerun.data.text.quarantine import QuarantineFile
+from scalerun.data.text.token_cache import TokenCache
 from scalerun.data.token_block_dataset import BREAK_MODES, Packing
-from scalerun.data.token_cache import TokenCache
-from scalerun.data.tokenizer import BYTES, BaseTokenizer, load_tokenizer
+from scalerun.data.tokenizers.tokenizer import BYTES, BaseTokenizer, load_tokenizer
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.models.base_decoder import BaseDecoder

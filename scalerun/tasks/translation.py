@@ -10,12 +10,12 @@ from typing import Any, Self
 import torch
 
 from scalerun.data.length_batches import BatchLimits
-from scalerun.data.parallel_dataset import ParallelDataset, ParallelRecipe, Side
-from scalerun.data.parallel_layout import find_pair, find_pair_sets
-from scalerun.data.quarantine import QuarantineFile
-from scalerun.data.segment_dataset import SEGMENTS, SegmentFile
-from scalerun.data.token_cache import TokenCache
-from scalerun.data.tokenizer import BYTES, BaseTokenizer, load_tokenizer
+from scalerun.data.parallel.parallel_dataset import ParallelDataset, ParallelRecipe, Side
+from scalerun.data.parallel.parallel_layout import find_pair, find_pair_sets
+from scalerun.data.text.quarantine import QuarantineFile
+from scalerun.data.text.segment_dataset import SEGMENTS, SegmentFile
+from scalerun.data.text.token_cache import TokenCache
+from scalerun.data.tokenizers.tokenizer import BYTES, BaseTokenizer, load_tokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes

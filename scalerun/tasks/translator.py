@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scalerun.data.continuation import Generation
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.ranges import at_least
 from scalerun.dataclass.sampling_params import MAX_BEAM, SamplingParams
+from scalerun.generation.continuation import Generation
+from scalerun.generation.sequence_generator import SequenceGenerator
 from scalerun.models.encoder_decoder import EncoderDecoder
-from scalerun.sequence_generator import SequenceGenerator
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Text that was turned into rows of token ids before training."""

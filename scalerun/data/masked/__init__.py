@@ -1,0 +1,1 @@
+"""Sequences with tokens hidden, for masked language models."""

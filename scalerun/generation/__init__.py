@@ -1,0 +1,1 @@
+"""From prompts to text: sampling, beam search, and what a growing batch keeps."""
