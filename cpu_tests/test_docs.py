@@ -17,6 +17,7 @@ import pytest
 import sentencepiece
 import torch
 
+from cpu_tests.cluster import commands as cluster
 from cpu_tests.conftest import make_parallel_corpus
 from scalerun.cli.checkpoint import VERBS
 from scalerun.cli.convert import ConvertConfig
@@ -78,9 +79,9 @@ OTHERS_FLAGS = {
     "--editable", "--qk-norm-eps", "--standalone", "--nproc-per-node", "--max-restarts", "--nnodes",
     "--rdzv-backend", "--rdzv-endpoint", "--nodes", "--ntasks-per-node", "--kill-on-bad-exit",
     "--model", "--tasks", "--include", "--device", "--batch",
-    "--no-build-isolation",
+    "--no-build-isolation", *cluster.FLAGS,
 }  # fmt: skip
-"""Of pip, the example architecture, torchrun, srun and the evaluation harness."""
+"""Of clusters, pip, the example architecture, torchrun, srun and the evaluation harness."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,10 @@ class Shell:
             self.scalerun("train", [*words[words.index("scalerun.cli.train") + 1 :], PARSE], "")
         elif words[0] == ".ci/run":
             assert (ROOT / words[0]).stat().st_mode & stat.S_IXUSR
-        else:
-            assert words == ["python3", "-m", "venv", ".venv"], f"no rule for {words}"
+        elif words == ["python3", "-m", "venv", ".venv"]:
+            pass
+        elif (started := cluster.check(words))[:1] == ["train"]:
+            self.scalerun("train", [*started[1:], PARSE], "")
 
 
 @pytest.fixture(scope="session")
