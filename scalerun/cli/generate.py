@@ -35,6 +35,7 @@ from scalerun.models.encoder_decoder import EncoderDecoder
 from scalerun.tasks.translation import TranslationTask
 from scalerun.tasks.translator import SearchSettings, Translator
 
+DEFAULT_SUBSET = "test"
 DEFAULT_BATCH_SIZE = 64
 SECONDS_BETWEEN_REPORTS = 10.0
 
@@ -46,7 +47,9 @@ class GenerateConfig(InferenceConfig):
     """What ``scalerun.cli.generate`` can be told."""
 
     data: str | None = option(None, "data folder (default: the run's own)", positional=True)
-    gen_subset: str = option("test", "set of DATA to translate, such as test or valid")
+    gen_subset: str | None = option(
+        None, f"set of DATA to translate, such as valid (default: {DEFAULT_SUBSET})"
+    )
     input: str | None = option(
         None, "translate the lines of this file instead, or of standard input (-)"
     )
@@ -94,6 +97,11 @@ class GenerateConfig(InferenceConfig):
             )
         if self.reference is not None and self.input is None:
             raise ConfigError("--reference belongs to --input; a set of DATA has its own")
+        if self.gen_subset is not None and self.input is not None:
+            raise ConfigError(
+                f"--gen-subset {self.gen_subset} and --input {self.input} both say what to "
+                "translate; remove one of them"
+            )
         above_zero("--batch-size", self.batch_size)
         above_zero("--max-tokens", self.max_tokens)
 
@@ -133,7 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "prompts with scalerun.cli.interactive_cli"
         )
     refuse_inputs(outputs, [run.task.cfg.data])
-    segments = read_segments(run.task.cfg, cfg.gen_subset, cfg.input, cfg.reference)
+    segments = read_segments(
+        run.task.cfg, cfg.gen_subset or DEFAULT_SUBSET, cfg.input, cfg.reference
+    )
     if segments.references is not None:
         require_sacrebleu("scoring translations")
     elif cfg.scores is not None:

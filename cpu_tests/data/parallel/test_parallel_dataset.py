@@ -153,7 +153,7 @@ def test_pairs_of_blank_lines_are_left_out(open_pairs):
         (["5 6 7"], ["8"], r"train.source:1: 4 tokens are above --max-source-positions 3; repair"),
         (["5"], ["8 9 9 9"], r"train.target:1: 5 tokens are above --max-target-positions 4; rep"),
         (["", ""], ["", ""], "have no pair of lines"),
-        ([], [], "have no pair of lines"),
+        ([], [], "have no pair of lines; put a sentence and its translation on each line"),
     ],
 )
 def test_pairs_that_cannot_be_used_are_named(open_pairs, sources, targets, message):

@@ -104,7 +104,10 @@ class ParallelDataset(BaseDataset[LengthBatch]):
         self.lengths_NS = np.stack([np.diff(text.ends)[self.lines] for text in self._texts], 1)
         """(N, 2) tokens of source and target, with their end symbols."""
         if not len(self.lines):
-            raise UserError(f"{source.file.path} and {target.file.path} have no pair of lines")
+            raise UserError(
+                f"{source.file.path} and {target.file.path} have no pair of lines; put a sentence "
+                "and its translation on each line"
+            )
         self._epochs: dict[int, LengthBatches] = {}
         self._num_batches = len(self.shard(1, 0))
 
