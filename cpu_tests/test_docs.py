@@ -24,7 +24,7 @@ from scalerun.cli.convert import ConvertConfig
 from scalerun.cli.generate import GenerateConfig
 from scalerun.cli.interactive_cli import InteractiveConfig
 from scalerun.cli.interactive_ft import ChatConfig
-from scalerun.cli.preprocess import PreprocessConfig
+from scalerun.cli.preprocess_config import PreprocessConfig
 from scalerun.cli.registries import CHOOSERS
 from scalerun.cli.train_tokenizer import TrainTokenizerConfig
 from scalerun.cli.validate import ValidateConfig
@@ -149,7 +149,7 @@ class Shell:
 
     def scalerun(self, name, words, stdin):
         small = list(SMALL[name])
-        if name == "train" and "translation" in words:
+        if name == "train" and ("translation" in words or "mt_base" in words):
             small = [*TRANSLATION, *small[: small.index("--tokens-per-sample")], *small[-3:]]
         if name == "train":
             self.num_updates += 2  # so that a command that resumes has something left to do
