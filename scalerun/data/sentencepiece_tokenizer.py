@@ -85,12 +85,17 @@ class SentencePieceTokenizer(BaseTokenizer):
             )
         return Dictionary(
             num_real_symbols=self._size + (pad is None),
+            adds_pad=pad is None,
             bos=eos if bos is None else bos,
             pad=self._size if pad is None else pad,
             eos=eos,
             unk=self._role(self._model.unk_id(), UNK_SYMBOLS),
             digest=content_digest("sentencepiece", content, str(eos)),
         )
+
+    def use_rows(self, num_rows: int) -> None:
+        super().use_rows(num_rows)
+        self._dropped = self.dictionary.dropped_ids
 
     def encode(self, text: str) -> list[int]:
         if self._space_bytes is None or SPACE not in text:

@@ -167,7 +167,7 @@ class BaseTask(ABC):
 
     def vocabularies(self) -> dict[str, int]:
         """Sizes and padding symbols, as :func:`build_model` calls them."""
-        return {"vocab_size": len(self.dictionary), "padding_idx": self.dictionary.pad}
+        return {"vocab_size": len(self.dictionary), "padding_idx": self.dictionary.padding_row}
 
     def flops_per_target(self, model: BaseModel) -> int:
         """Floating-point operations of forward and backward for one target token."""

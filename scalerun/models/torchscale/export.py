@@ -19,7 +19,7 @@ from scalerun.models.retnet import RetNetConfig as OurRetNetConfig
 from scalerun.models.torchscale import keys, retnet
 from scalerun.models.torchscale.configs import DecoderConfig, SharedConfig
 from scalerun.models.torchscale.moe import MOE, expert_keys
-from scalerun.models.torchscale.renames import Renames
+from scalerun.models.renames import Renames
 from scalerun.models.torchscale.retnet import RetNetConfig, retnet_config
 from scalerun.models.torchscale.translate import DECODER, LISTS, SHARED, decoder_config
 from scalerun.models.transformer_config import TransformerConfig

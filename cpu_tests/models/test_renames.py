@@ -4,7 +4,7 @@ import re
 import pytest
 
 from scalerun.models.torchscale import keys, retnet
-from scalerun.models.torchscale.renames import FIELDS, Renames
+from scalerun.models.renames import FIELDS, Renames
 
 EXAMPLES = {
     "layer": ["0", "17"],
