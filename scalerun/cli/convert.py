@@ -1,46 +1,39 @@
-"""Convert weights of TorchScale: ``python -m scalerun.cli.convert --from torchscale FILE …``."""
+"""Convert models of other libraries, and for them: ``python -m scalerun.cli.convert``."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from omegaconf import OmegaConf
-
-from scalerun.checkpoint.atomic import hash_file
 from scalerun.cli.entry import run_cli
 from scalerun.cli.output_file import refuse_full_folder
-from scalerun.data.base_tokenizer import BaseTokenizer
-from scalerun.data.fairseq_dictionary import rows_in_our_order
-from scalerun.data.tokenizer import load_tokenizer
-from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.parser import parse_config
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
-from scalerun.dataclass.yaml_config import read_yaml
 from scalerun.logging.console import setup_logging
-from scalerun.models.torchscale.expert_files import read_checkpoint
-from scalerun.models.torchscale.recognition import Recognized, recognize
-from scalerun.models.torchscale.settling import Settled, settle, yaml_word
-from scalerun.models.torchscale.weight_file import WeightFile
 
 logger = logging.getLogger("scalerun.cli.convert")  # also when run as __main__
 
-DECODERS = ("decoder", "retnet")
-VOCABULARY_TABLES = ("embed_tokens.weight", "output_projection.weight")
+SOURCES = ("torchscale", "hf")
+TARGETS = ("hf",)
 
 
 @dataclass
 class ConvertConfig(ScalerunDataclass):
     """What ``scalerun.cli.convert`` can be told."""
 
-    path: str = option("", "state dict or fairseq checkpoint to convert", positional=True)
-    from_: str | None = option(None, "the library that made it", choices=("torchscale",))
-    output: str = option("", "run folder to write; must be empty or new")
+    path: str = option(
+        "",
+        "what to convert: a file or a folder, or with --to a run or a checkpoint",
+        positional=True,
+    )
+    input: str | None = option(None, "the same, as a flag")
+    from_: str | None = option(None, "the library that made it", choices=SOURCES)
+    to: str | None = option(None, "the library that a run is converted for", choices=TARGETS)
+    output: str = option("", "folder to write; must be empty or new")
     torchscale_config: str | None = option(
         None, "YAML or JSON file of TorchScale's fields (default: those that fairseq recorded)"
     )
@@ -50,162 +43,90 @@ class ConvertConfig(ScalerunDataclass):
     tokenizer: str | None = option(
         None, "tokenizer of a decoder: bytes, a sentencepiece .model or a tokenizers .json file"
     )
+    vocab_filename: str | None = option(None, "GPT-2 vocab.json, with --merges-filename")
+    merges_filename: str | None = option(None, "GPT-2 merges.txt, with --vocab-filename")
     dict_: str | None = option(
         None, "fairseq's dict.txt, whose order the rows of the embedding have"
     )
     allow_namespace: bool = option(
-        False, "read the argparse.Namespace of an old fairseq checkpoint, as plain values"
+        False, "read the argparse.Namespace of an old checkpoint, as plain values"
     )
 
     def validate(self) -> None:
-        if not self.path:
+        if self.path and self.input is not None:
+            raise ConfigError(f"{self.path} and --input {self.input} are two inputs; give one")
+        if not self.source:
             raise ConfigError("the file to convert is missing: give it as the first argument")
-        if self.from_ is None:
-            raise ConfigError("--from is required: the library that made the file (torchscale)")
+        if (self.from_ is None) == (self.to is None):
+            problem = "--from is required" if self.to is None else "--from and --to are given"
+            raise ConfigError(
+                f"{problem}: name the library that made the model (--from {', '.join(SOURCES)}) or "
+                f"the one that it is for (--to {', '.join(TARGETS)})"
+            )
         if not self.output:
-            raise ConfigError("--output is required: the run folder to write")
+            raise ConfigError("--output is required: the folder to write")
+        self._check_used()
         if self.dict_ is not None and self.tokenizer is None:
             raise ConfigError("--dict needs the sentencepiece model that it lists: --tokenizer")
 
+    @property
+    def source(self) -> str:
+        """What to convert."""
+        return self.input or self.path
+
+    @property
+    def direction(self) -> str:
+        """The flag that says what is to be done."""
+        return f"--from {self.from_}" if self.to is None else f"--to {self.to}"
+
+    def _check_used(self) -> None:
+        """Refuse flags that another direction has."""
+        unset = ConvertConfig()
+        for name, directions in USED_BY.items():
+            if self.direction not in directions and getattr(self, name) != getattr(unset, name):
+                flag = f"--{name.strip('_').replace('_', '-')}"
+                raise ConfigError(
+                    f"{flag} has no effect with {self.direction}, only with "
+                    f"{' or '.join(directions)}; leave it out"
+                )
+
+
+USED_BY: dict[str, tuple[str, ...]] = {
+    "torchscale_config": ("--from torchscale",),
+    "torchscale_version": ("--from torchscale",),
+    "tokenizer": ("--from torchscale", "--from hf"),
+    "vocab_filename": ("--from hf",),
+    "merges_filename": ("--from hf",),
+    "dict_": ("--from torchscale",),
+    "allow_namespace": ("--from torchscale",),
+}
+"""The directions that flags count in."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert one file; return the exit code."""
+    """Convert one model; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     cfg = parse_config(ConvertConfig, words, prog="scalerun-convert")
     setup_logging()
-    output = Path(cfg.output)
-    refuse_full_folder("--output", output)
-    file = read_checkpoint(Path(cfg.path), allow_namespace=cfg.allow_namespace)
-    given = given_fields(cfg, file)
-    found = recognize(file.state, given)
-    refuse_not_finite(Path(cfg.path), found)
-    report_file(file, found)
-    found = with_vocabulary(cfg, found)
-    settled = settle(
-        found,
-        given,
-        complete=cfg.torchscale_config is None and file.record is not None,
-        version=cfg.torchscale_version,
-    )
-    report_assumed(settled)
-    # Only now, so that --help need not wait for torch's distributed packages.
-    from scalerun.cli.converted_run import ConvertedModel, write_run
-
-    translation = settled.translation
-    converted = ConvertedModel(
-        model=translation.build(),
-        cfg=translation.cfg,
-        arch=translation.arch,
-        vocab_size=translation.vocab_size,
-        source=source_of(Path(cfg.path), settled),
-    )
-    checkpoint = write_run(converted, output, tokenizer=cfg.tokenizer, words=words)
-    num_params = sum(parameter.numel() for parameter in converted.model.parameters())
-    logger.info(
-        "%s: %s, %s parameters; read back, its logits are the same",
-        checkpoint,
-        converted.arch,
-        f"{num_params:,}",
-    )
-    return 0
+    refuse_full_folder("--output", Path(cfg.output))
+    return find_format(cfg.direction)(cfg, words)
 
 
-def given_fields(cfg: ConvertConfig, file: WeightFile) -> dict[str, Any]:
-    """TorchScale's fields, from the user's file or else from the checkpoint."""
-    if cfg.torchscale_config is None:
-        return file.record or {}
-    path = Path(cfg.torchscale_config)
-    content = read_yaml(path, "--torchscale-config")
-    fields = OmegaConf.to_container(content, resolve=False)
-    assert isinstance(fields, dict)
-    return {str(name): value for name, value in fields.items()}
+def find_format(direction: str) -> Callable[[ConvertConfig, list[str]], int]:
+    """What does the work of ``--from …`` or ``--to …``.
 
-
-def refuse_not_finite(path: Path, found: Recognized) -> None:
-    """Refuse weights that nothing can be computed with.
-
-    Raises:
-        UserError: names the first that has an infinite value or NaN.
+    The formats import late, so that --help need not wait for torch's distributed packages.
     """
-    for name, tensor in found.state.items():
-        if not torch.isfinite(tensor).all():
-            raise UserError(f"{path} holds values that are not finite: {name}")
+    match direction:
+        case "--from torchscale":
+            from scalerun.cli.formats.torchscale import from_torchscale
 
+            return from_torchscale
+        case "--from hf":
+            from scalerun.cli.formats.from_hf import from_hf
 
-def report_file(file: WeightFile, found: Recognized) -> None:
-    """Say what is not taken over as it is."""
-    kinds = {str(t.dtype).removeprefix("torch.") for t in file.state.values()} - {"float32"}
-    if kinds:
-        logger.info("weights in %s become float32", ", ".join(sorted(kinds)))
-    if found.left_out:
-        names = ", ".join(found.left_out[:5])
-        logger.warning(
-            "%d tensors around the model are left out: %s%s",
-            len(found.left_out),
-            names,
-            " …" if len(found.left_out) > 5 else "",
-        )
-
-
-def report_assumed(settled: Settled) -> None:
-    """Say which settings a record left open."""
-    if settled.assumed:
-        logger.info(
-            "the file's record does not say, so TorchScale's defaults are taken: %s",
-            ", ".join(f"{name}: {yaml_word(value)}" for name, value in settled.assumed.items()),
-        )
-
-
-def with_vocabulary(cfg: ConvertConfig, found: Recognized) -> Recognized:
-    """The state dict with its rows in the order of the tokenizer's ids.
-
-    Raises:
-        UserError: the tokenizer does not fit, or such a model has no use for one.
-    """
-    if cfg.tokenizer is None:
-        return found
-    if found.kind not in DECODERS:
-        raise UserError(
-            "--tokenizer makes a run of a decoder, and the weights are of another kind "
-            f"({found.kind.replace('_', '-')}); leave --tokenizer out"
-        )
-    tokenizer = load_tokenizer(cfg.tokenizer)
-    num_rows = found.num_rows
-    if cfg.dict_ is None:
-        check_vocabulary(tokenizer, cfg.tokenizer, num_rows)
-        return found
-    order = torch.tensor(rows_in_our_order(Path(cfg.dict_), tokenizer, num_rows))
-    state = {k: t[order] if k in VOCABULARY_TABLES else t for k, t in found.state.items()}
-    return replace(found, state=state, sides={"decoder": state})
-
-
-def check_vocabulary(tokenizer: BaseTokenizer, spec: str, num_rows: int) -> None:
-    """Refuse a tokenizer of another size than the embedding.
-
-    Args:
-        spec: how the user named it.
-
-    Raises:
-        UserError: the sizes differ.
-    """
-    dictionary = tokenizer.dictionary
-    if len(dictionary) != num_rows:
-        raise UserError(
-            f"the embedding has {num_rows} rows, but --tokenizer {spec} has "
-            f"{dictionary.num_real_symbols} symbols and asks for {len(dictionary)} rows; give the "
-            "tokenizer that the model was trained with, or leave --tokenizer out"
-        )
-
-
-def source_of(path: Path, settled: Settled) -> dict[str, Any]:
-    """Where the weights come from, to be kept beside them."""
-    return {
-        "library": "torchscale",
-        "versions": list(settled.versions),
-        "file": path.name,
-        "sha256": hash_file(path),
-        "fields": asdict(settled.config),
-    }
+            return from_hf
+    raise AssertionError(direction)
 
 
 def cli_main() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ from scalerun.tasks.base_task import BaseTask, UnknownVocabulary, setup_task
 from scalerun.tasks.streaming_language_modeling import StreamingLanguageModelingConfig
 from scalerun.trainer import Progress
 
+logger = logging.getLogger(__name__)
+
 TASK = "streaming_language_modeling"
 SOURCE_FILE = "converted_from.json"
 LONGEST_SAMPLE = 1024
@@ -48,7 +52,12 @@ class ConvertedModel:
 
 
 def write_run(
-    converted: ConvertedModel, output: Path, *, tokenizer: str | None, words: list[str]
+    converted: ConvertedModel,
+    output: Path,
+    *,
+    vocabulary: Mapping[str, Any] | None,
+    words: list[str],
+    gate: Callable[[BaseModel], None] = lambda model: None,
 ) -> Path:
     """Write ``checkpoint_0`` of a new run folder, and compare it with the model.
 
@@ -57,15 +66,17 @@ def write_run(
 
     Args:
         output: a folder that is empty or not there.
-        tokenizer: what ``--tokenizer`` of a language model names; None for a run without a task.
+        vocabulary: settings of a language model's task that name its tokenizer; None for a run
+            without a task.
         words: the command's arguments.
+        gate: called with the model that was read back; an error takes the folder away.
 
     Raises:
         UserError: the folder cannot be written, or the checkpoint gives other logits.
     """
-    cfg = run_config(converted, tokenizer)
+    cfg = run_config(converted, vocabulary)
     task = None
-    if tokenizer is not None:
+    if vocabulary is not None:
         task = setup_task(
             cfg.task, seed=cfg.common.seed, cache_dir=output / "cache", quarantine=Path(os.devnull)
         )
@@ -75,7 +86,9 @@ def write_run(
             manager.save(0, state_of(converted, cfg, task), final=True)
         checkpoint = find_checkpoint(output, "--output")
         try:
-            compare(converted.model, load_model(checkpoint))
+            loaded = load_model(checkpoint)
+            compare(converted.model, loaded)
+            gate(loaded)
         except UserError:
             shutil.rmtree(output)
             raise
@@ -83,7 +96,18 @@ def write_run(
     return checkpoint
 
 
-def run_config(converted: ConvertedModel, tokenizer: str | None) -> ScalerunConfig:
+def report_run(checkpoint: Path, converted: ConvertedModel) -> None:
+    """Say what was written, once it has been compared."""
+    num_params = sum(parameter.numel() for parameter in converted.model.parameters())
+    logger.info(
+        "%s: %s, %s parameters; read back, its logits are the same",
+        checkpoint,
+        converted.arch,
+        f"{num_params:,}",
+    )
+
+
+def run_config(converted: ConvertedModel, vocabulary: Mapping[str, Any] | None) -> ScalerunConfig:
     """The settings of a run that would continue with this model; without a tokenizer no task."""
     chosen = {
         name: {"_name": default}
@@ -95,10 +119,10 @@ def run_config(converted: ConvertedModel, tokenizer: str | None) -> ScalerunConf
     }
     cfg = config_from_dict(ScalerunConfig, chosen, choosers=CHOOSERS)
     cfg.model = converted.cfg.named(converted.arch)
-    if tokenizer is not None:
+    if vocabulary is not None:
         positions = converted.model.max_positions() or LONGEST_SAMPLE
         cfg.task = StreamingLanguageModelingConfig(
-            tokenizer=tokenizer, tokens_per_sample=min(positions, LONGEST_SAMPLE)
+            **vocabulary, tokens_per_sample=min(positions, LONGEST_SAMPLE)
         ).named(TASK)
     return cfg
 

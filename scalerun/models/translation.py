@@ -24,17 +24,20 @@ class Translation:
     weights: Mapping[str, Tensor]
     vocab_size: int
 
+    def template(self, padding_idx: int | None = None) -> Any:
+        """The model, as shapes alone."""
+        with torch.device("meta"):
+            return MODEL_REGISTRY.get(self.arch).cls.build_model(
+                self.cfg, vocab_size=self.vocab_size, padding_idx=padding_idx
+            )
+
     def build(self, padding_idx: int | None = None) -> Any:
         """The model, on the CPU, in float32.
 
         Raises:
             UserError: names or shapes of the weights do not fit the settings.
         """
-        with torch.device("meta"):
-            model = MODEL_REGISTRY.get(self.arch).cls.build_model(
-                self.cfg, vocab_size=self.vocab_size, padding_idx=padding_idx
-            )
-        return fill(model, self.weights)
+        return fill(self.template(padding_idx), self.weights)
 
 
 def fill(model: Any, weights: Mapping[str, Tensor]) -> Any:

@@ -32,7 +32,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x**3)))``, close to gelu (the same paper)."""
+    """``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x**3)))``, close to gelu."""
     return F.gelu(x, approximate="tanh")
 
 

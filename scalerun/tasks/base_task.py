@@ -165,7 +165,7 @@ class BaseTask(ABC):
             self.check_slices(model, num_ranks=meshes.sequence.size())
         return model
 
-    def vocabularies(self) -> dict[str, int]:
+    def vocabularies(self) -> dict[str, Any]:
         """Sizes and padding symbols, as :func:`build_model` calls them."""
         return {"vocab_size": len(self.dictionary), "padding_idx": self.dictionary.padding_row}
 
