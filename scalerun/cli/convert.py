@@ -51,6 +51,7 @@ class ConvertConfig(ScalerunDataclass):
     allow_namespace: bool = option(
         False, "read the argparse.Namespace of an old checkpoint, as plain values"
     )
+    use_ema: bool = option(False, "convert the averaged weights of --store-ema")
 
     def validate(self) -> None:
         if self.path and self.input is not None:
@@ -99,6 +100,7 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "merges_filename": ("--from hf",),
     "dict_": ("--from torchscale",),
     "allow_namespace": ("--from torchscale",),
+    "use_ema": ("--to hf",),
 }
 """The directions that flags count in."""
 
@@ -126,6 +128,10 @@ def find_format(direction: str) -> Callable[[ConvertConfig, list[str]], int]:
             from scalerun.cli.formats.from_hf import from_hf
 
             return from_hf
+        case "--to hf":
+            from scalerun.cli.formats.to_hf import to_hf
+
+            return to_hf
     raise AssertionError(direction)
 
 

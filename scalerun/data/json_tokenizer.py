@@ -133,6 +133,10 @@ class JsonTokenizer(BaseTokenizer):
             ),
         )
 
+    def copied_model(self) -> Tokenizer:
+        """The library's object once more."""
+        return Tokenizer.from_str(self._model.to_str())
+
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
 

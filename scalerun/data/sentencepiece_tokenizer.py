@@ -93,6 +93,10 @@ class SentencePieceTokenizer(BaseTokenizer):
             digest=content_digest("sentencepiece", content, str(eos)),
         )
 
+    def pieces(self) -> list[tuple[str, float]]:
+        """Each piece with its score."""
+        return [(self.piece(i), self._model.get_score(i)) for i in range(self._size)]
+
     def use_rows(self, num_rows: int) -> None:
         super().use_rows(num_rows)
         self._dropped = self.dictionary.dropped_ids

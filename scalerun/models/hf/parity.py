@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from scalerun.dataclass.errors import UserError
+from scalerun.models.hf.custom import MODELLING_FILE
 from scalerun.models.hf.family import ACTIVATIONS, Family
 from scalerun.models.hf.reference import REFERENCES
 
@@ -92,3 +93,25 @@ def source_logits(
     return logits_by_library(
         library.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True), tokens_BT
     )
+
+
+def custom_logits(folder: Path, tokens_BT: Tensor) -> Tensor:
+    """(B, T, V) of a folder with a modelling file of its own.
+
+    Raises:
+        UserError: the library, which that file needs, is not installed.
+    """
+    library = transformers_library()
+    if library is None:
+        raise UserError(
+            "this architecture is no OPT, and what is written for it is compared by the package "
+            "transformers; install it: pip install transformers"
+        )
+    # Not by the library's own import of foreign code, which would copy the file to a cache.
+    path = folder / MODELLING_FILE.name
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return logits_by_library(module.ScalerunForCausalLM.from_pretrained(folder), tokens_BT)
