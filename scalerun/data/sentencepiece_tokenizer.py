@@ -93,9 +93,17 @@ class SentencePieceTokenizer(BaseTokenizer):
             digest=content_digest("sentencepiece", content, str(eos)),
         )
 
-    def pieces(self) -> list[tuple[str, float]]:
-        """Each piece with its score."""
-        return [(self.piece(i), self._model.get_score(i)) for i in range(self._size)]
+    def pieces(self) -> list[tuple[str, float | None]]:
+        """Each piece with its score; None for one that no text is spelled with."""
+        model = self._model
+        spelled = [
+            not (model.is_control(i) or model.is_unknown(i) or model.is_byte(i))
+            for i in range(self._size)
+        ]
+        return [
+            (self.piece(i), float(model.get_score(i)) if spelled[i] else None)
+            for i in range(self._size)
+        ]
 
     def use_rows(self, num_rows: int) -> None:
         super().use_rows(num_rows)

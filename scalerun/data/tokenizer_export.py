@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from scalerun.data.base_tokenizer import PROBE, BaseTokenizer
 from scalerun.data.byte_tokenizer import NUM_BYTES, SPECIAL_SYMBOLS, ByteTokenizer
@@ -15,10 +16,12 @@ from scalerun.data.sentencepiece_tokenizer import SPACE, SentencePieceTokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 ROLES_FILE = "tokenizer_config.json"
+NEVER = -1e6
+"""Score of a piece that texts are not spelled with."""
 PROBES = (
     PROBE,
     "Once upon a time, in 1984, there were (at least) 3 owls: they'd sat on the mat!",
-    "  two spaces, naïve café \u4f60\u597d \U0001f989 \u2581 </s> <s>",
+    "  two spaces, naïve café \u4f60\u597d \U0001f989",
     "def f(x):\n    return x_1 ** -2.5e-3\n",
 )
 """Texts that a copy has to spell as the original does."""
@@ -27,15 +30,17 @@ PROBES = (
 def export_tokenizer(tokenizer: BaseTokenizer, folder: Path, *, max_length: int | None) -> bool:
     """Write files that ``transformers.AutoTokenizer`` reads; say whether there is such a form.
 
-    A text that they encode begins with the end symbol, as generation does here.
+    A text that they encode begins with the end symbol, as generation does here. Only where a text
+    spells out the name of a special symbol may copies of sentencepiece's unigram models differ.
 
     Args:
         tokenizer: of any kind.
         folder: is there.
         max_length: longest sequence of the model.
     """
-    model = _model(tokenizer)
-    if model is None or not _spells_alike(model, tokenizer):
+    alike = (model for model in _models(tokenizer) if _spells_alike(model, tokenizer))
+    model = next(alike, None)
+    if model is None:
         return False
     dictionary = tokenizer.dictionary
     symbols = {
@@ -65,14 +70,16 @@ def export_tokenizer(tokenizer: BaseTokenizer, folder: Path, *, max_length: int 
     return True
 
 
-def _model(tokenizer: BaseTokenizer) -> Tokenizer | None:
+def _models(tokenizer: BaseTokenizer) -> Iterator[Tokenizer]:
+    """Models of the library that may spell as the tokenizer does."""
     if isinstance(tokenizer, JsonTokenizer):
-        return tokenizer.copied_model()
+        yield tokenizer.copied_model()
     if isinstance(tokenizer, ByteTokenizer):
-        return _of_bytes()
+        yield _of_bytes()
     if isinstance(tokenizer, SentencePieceTokenizer):
-        return _of_pieces(tokenizer)
-    return None
+        # Which of the two a sentencepiece file is, it does not tell.
+        yield _of_pieces(tokenizer, _unigram(tokenizer))
+        yield _of_pieces(tokenizer, _bpe(tokenizer))
 
 
 def _of_bytes() -> Tokenizer:
@@ -95,19 +102,44 @@ def _letters_of_bytes() -> list[str]:
     return letters
 
 
-def _of_pieces(tokenizer: SentencePieceTokenizer) -> Tokenizer | None:
-    """A unigram model of the same pieces and scores, where it spells as the original does."""
-    pieces = tokenizer.pieces()
-    has_bytes = any(piece == "<0x00>" for piece, _ in pieces)
+def _of_pieces(tokenizer: SentencePieceTokenizer, pieces: models.Model) -> Tokenizer:
+    """A sentencepiece file's pieces, with its way of writing spaces."""
     prefix = tokenizer.piece(tokenizer.encode("a")[0]).startswith(SPACE)
-    model = Tokenizer(models.Unigram(pieces, tokenizer.dictionary.unk, byte_fallback=has_bytes))
-    steps: list[Any] = [normalizers.Replace(Regex(" "), SPACE)]
-    model.normalizer = normalizers.Sequence(
-        [normalizers.Prepend(SPACE), *steps] if prefix else steps
-    )
+    model = Tokenizer(pieces)
+    steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
+    model.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
     parts: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     model.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefix else parts)
     return model
+
+
+def _unigram(tokenizer: SentencePieceTokenizer) -> models.Model:
+    pieces = tokenizer.pieces()
+    scored = [(piece, NEVER if score is None else score) for piece, score in pieces]
+    return models.Unigram(scored, tokenizer.dictionary.unk, byte_fallback=_has_bytes(pieces))
+
+
+def _bpe(tokenizer: SentencePieceTokenizer) -> models.Model:
+    """The pair with the best piece is joined first, whatever two parts it is made of."""
+    pieces = tokenizer.pieces()
+    ids = {piece: i for i, (piece, _) in enumerate(pieces)}
+    scores = {piece: score for piece, score in pieces if score is not None}
+    merges: list[tuple[str, str]] = []
+    for piece in sorted(scores, key=lambda piece: -scores[piece]):
+        cuts = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
+        merges += sorted(
+            (pair for pair in cuts if pair[0] in scores and pair[1] in scores),
+            key=lambda pair: (ids[pair[0]], ids[pair[1]]),
+        )
+    unk = tokenizer.dictionary.unk
+    name = None if unk is None else tokenizer.piece(unk)
+    return models.BPE(
+        vocab=ids, merges=merges, unk_token=name, fuse_unk=True, byte_fallback=_has_bytes(pieces)
+    )
+
+
+def _has_bytes(pieces: list[tuple[str, float | None]]) -> bool:
+    return any(piece == "<0x00>" for piece, _ in pieces)
 
 
 def _spells_alike(model: Tokenizer, tokenizer: BaseTokenizer) -> bool:

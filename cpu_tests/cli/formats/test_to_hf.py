@@ -64,7 +64,7 @@ def trained(tmp_path, monkeypatch):
     """Writes a run whose weights are all far from where they start."""
     monkeypatch.chdir(tmp_path)
 
-    def trained(settings, tokenizer="bytes", noise=0.2):
+    def trained(settings, tokenizer="bytes", *, ends=1.0):
         retains = "decoder_retention_heads" in settings
         cfg = (RetNetConfig if retains else TransformerConfig)(**settings)
         arch = "retnet_lm" if retains else "transformer_lm"
@@ -74,7 +74,9 @@ def trained(tmp_path, monkeypatch):
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter += noise * torch.randn(parameter.shape, generator=generator)
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+            if ends != 1.0:  # texts that sometimes end early
+                model.output_projection.weight[258] *= ends
         made = ConvertedModel(model, cfg, arch, size, {"file": "none"})
         write_run(made, tmp_path / "run", vocabulary={"tokenizer": tokenizer}, words=[])
 
@@ -95,13 +97,13 @@ def check_logits(theirs):
     ours = load_model("run")
     tokens = torch.randint(256, (3, 40), generator=torch.Generator().manual_seed(2))
     expected = ours(tokens).logits
-    assert (theirs(tokens).logits - expected).abs().max() <= 1e-5
+    parity.check_logits(theirs(tokens).logits, expected, "the folder")
     mask = torch.ones_like(tokens)
     mask[0, :7] = mask[2, :1] = 0
     padded = ours(tokens, padding_mask_BT=mask == 0).logits
     found = theirs(input_ids=tokens, attention_mask=mask).logits
     real = mask.bool()
-    assert (found[real] - padded[real]).abs().max() <= 1e-5
+    parity.check_logits(found[real], padded[real], "the folder")
 
 
 def test_a_plain_decoder_becomes_opt(trained):
@@ -191,25 +193,16 @@ def test_a_modelling_file_cannot_be_compared_without_the_library(trained, monkey
     assert not list(Path().glob("theirs*"))
 
 
-@pytest.mark.parametrize("kind", ["bytes", "unigram", "bpe"])
-def test_the_tokenizer_reads_the_same_there(trained, run, corpus, kind, monkeypatch, caplog):
+def test_the_tokenizer_reads_the_same_there(trained):
     library = transformers()
-    more = "bytes"
-    if kind != "bytes":
-        words = ["--vocab-size", "285", "--model-type", kind, "--output", "t.model"]
-        assert run("train_tokenizer", corpus, *words).code == 0
-        more = "t.model"
-    trained(OPT, more)
+    trained(OPT)
     assert export() == 0
     ours = load_for_inference("run", device=torch.device("cpu")).task.tokenizer
-    if "cannot read this kind of tokenizer" in caplog.text:
-        assert kind == "bpe"
-        return
     theirs = library.AutoTokenizer.from_pretrained("theirs")
-    for text in ("the owl  sat\n\ton", "caf\u00e9 \U0001f989"):
+    for text in ("the owl  sat\n\ton", "caf\u00e9 \U0001f989 </s>"):
         ids = theirs(text)["input_ids"]
         assert ids == [ours.dictionary.eos, *ours.encode(text)]
-        assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
+        assert theirs.decode(ids, skip_special_tokens=True) == text
 
 
 def generated(theirs, prompts, pad, **options):
@@ -247,14 +240,14 @@ def check_generation(num_prompts, beams=(1, 4)):
 
 
 def test_the_library_generates_the_same(trained):
-    trained(OPT)
+    trained(OPT, ends=2.0)
     assert export() == 0
     check_generation(12)
 
 
 @pytest.mark.long
 def test_200_prompts_are_continued_alike_greedily_and_by_beam(trained):
-    trained(OPT)
+    trained(OPT, ends=2.0)
     assert export() == 0
     check_generation(200)
 
