@@ -17,7 +17,7 @@ from scalerun.logging.console import setup_logging
 
 logger = logging.getLogger("scalerun.cli.convert")  # also when run as __main__
 
-SOURCES = ("torchscale", "hf")
+SOURCES = ("torchscale", "hf", "metaseq")
 TARGETS = ("hf",)
 
 
@@ -39,6 +39,9 @@ class ConvertConfig(ScalerunDataclass):
     )
     torchscale_version: str | None = option(
         None, "TorchScale's version, where it matters", choices=("main", "0.3.0")
+    )
+    metaseq_config: str | None = option(
+        None, "YAML or JSON file of metaseq's settings of the model (default: those recorded)"
     )
     tokenizer: str | None = option(
         None, "tokenizer of a decoder: bytes, a sentencepiece .model or a tokenizers .json file"
@@ -95,11 +98,12 @@ class ConvertConfig(ScalerunDataclass):
 USED_BY: dict[str, tuple[str, ...]] = {
     "torchscale_config": ("--from torchscale",),
     "torchscale_version": ("--from torchscale",),
-    "tokenizer": ("--from torchscale", "--from hf"),
-    "vocab_filename": ("--from hf",),
-    "merges_filename": ("--from hf",),
+    "metaseq_config": ("--from metaseq",),
+    "tokenizer": ("--from torchscale", "--from hf", "--from metaseq"),
+    "vocab_filename": ("--from hf", "--from metaseq"),
+    "merges_filename": ("--from hf", "--from metaseq"),
     "dict_": ("--from torchscale",),
-    "allow_namespace": ("--from torchscale",),
+    "allow_namespace": ("--from torchscale", "--from metaseq"),
     "use_ema": ("--to hf",),
 }
 """The directions that flags count in."""
@@ -128,6 +132,10 @@ def find_format(direction: str) -> Callable[[ConvertConfig, list[str]], int]:
             from scalerun.cli.formats.from_hf import from_hf
 
             return from_hf
+        case "--from metaseq":
+            from scalerun.cli.formats.from_metaseq import from_metaseq
+
+            return from_metaseq
         case "--to hf":
             from scalerun.cli.formats.to_hf import to_hf
 

@@ -158,9 +158,9 @@ def test_old_files_of_torch_are_read_without_their_masks(write_folder):
         ({"activation_function": "mish"}, "activation_function 'mish', which has no form here"),
         ({"hidden_size": "16"}, r"config\.json has hidden_size '16'; give it as int"),
         ({"model_type": "llama"}, "model_type 'llama'; models of type opt and gpt2"),
-        ({"num_hidden_layers": 1}, r"has model\.decoder\.layers\.1\.\S+, which config.json excl"),
-        ({"num_hidden_layers": 3}, r"lacks model\.decoder\.layers\.2\.\S+, which config.json asks"),
-        ({"ffn_dim": 48}, r"fc1\.weight in shape \(40, 16\), and config.json asks for \(48, 16\)"),
+        ({"num_hidden_layers": 1}, r"has model\.decoder\.layers\.1\.\S+, which the settings excl"),
+        ({"num_hidden_layers": 3}, r"lacks model\.decoder\.layers\.2\.\S+, which the settings ask"),
+        ({"ffn_dim": 48}, r"fc1\.weight in shape \(40, 16\), and the settings ask for \(48, 16\)"),
     ],
 )
 def test_what_has_no_form_is_named(opt_folder, fields, message):

@@ -113,14 +113,14 @@ class Family:
         for ours, template in expected.items():
             key, found = self.renames.theirs(ours), translation.weights.get(ours)
             if found is None:
-                raise UserError(f"{name} lacks {key}, which config.json asks for")
+                raise UserError(f"{name} lacks {key}, which the settings ask for")
             if found.shape != template.shape:
                 raise UserError(
-                    f"{name} has {key} in shape {tuple(found.shape)}, and config.json asks for "
+                    f"{name} has {key} in shape {tuple(found.shape)}, and the settings ask for "
                     f"{tuple(template.shape)}"
                 )
         for ours in translation.weights.keys() - expected.keys():
-            raise UserError(f"{name} has {self.renames.theirs(ours)}, which config.json excludes")
+            raise UserError(f"{name} has {self.renames.theirs(ours)}, which the settings exclude")
 
 
 def _fits(value: Any, default: Any, *, may_lack: bool) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from scalerun.dataclass.errors import UserError
+from scalerun.models.base_model import Architecture
 from scalerun.models.hf.family import ACTIVATIONS, Family, State
 from scalerun.models.renames import Renames
 from scalerun.models.transformer_config import TransformerConfig
@@ -46,8 +47,6 @@ CONSTANT = {
     "layernorm_eps": EPS,
     "init": "megatron",
 }
-FREE = ("no_emb_dropout", "init")
-"""Settings of training, which an exported model may have otherwise."""
 
 
 def _prepare(state: State) -> dict[str, Tensor]:
@@ -107,19 +106,13 @@ def opt_fields(cfg: TransformerConfig, vocab_size: int) -> dict[str, Any] | None
         vocab_size: rows of its embedding.
     """
     own = cfg.resolved()
+    same = {ours: getattr(own, ours) for ours in SAME.values()}
+    plain = TransformerConfig(**{**CONSTANT, **same, "activation_fn": own.activation_fn})
+    saved = {name: value for name, value in own.to_dict().items() if name != "_name"}
+    if Architecture(plain).differences({"settings": saved}):
+        return None
     names = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
     fields = {theirs: getattr(own, ours) for theirs, ours in SAME.items()}
-    same = {name: getattr(own, name) for name in SAME.values()}
-    plain = TransformerConfig(
-        **{**CONSTANT, **same, "activation_fn": own.activation_fn},
-    )
-    differing = {
-        name
-        for name, value in plain.resolved().to_dict().items()
-        if name != "_name" and getattr(own, name) != value
-    }
-    if differing - own.free_settings - set(FREE):
-        return None
     return fields | {
         "vocab_size": vocab_size,
         "activation_function": names[own.activation_fn],
