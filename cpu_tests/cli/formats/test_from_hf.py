@@ -90,7 +90,7 @@ def test_gpt2_keeps_its_rows_and_pads_with_its_only_special_symbol(gpt2_folder):
     assert run.cfg.task.final_vocab_size == VOCAB
 
 
-@pytest.mark.parametrize("kind", ["opt", "gpt2"])
+@pytest.mark.parametrize("kind", [pytest.param("opt", marks=pytest.mark.long), "gpt2"])
 def test_a_converted_run_answers_is_scored_and_tuned(kind, request, run, corpus, tmp_path):
     folder = request.getfixturevalue(f"{kind}_folder")
     command = run("convert", "--from", "hf", "--input", folder, "--output", "run")

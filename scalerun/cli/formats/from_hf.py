@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from scalerun.checkpoint.atomic import hash_file
+from scalerun.cli.convert_config import ConvertConfig
 from scalerun.cli.converted_run import ConvertedModel, report_run, write_run
 from scalerun.cli.formats.vocabulary import find_vocabulary
 from scalerun.dataclass.errors import UserError
@@ -20,9 +21,6 @@ from scalerun.models.hf.gpt2 import GPT2
 from scalerun.models.hf.opt import OPT
 from scalerun.models.hf.parity import check_logits, random_tokens, source_logits
 from scalerun.models.weight_file import refuse_not_finite
-
-if TYPE_CHECKING:
-    from scalerun.cli.convert import ConvertConfig
 
 logger = logging.getLogger(__name__)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
 from scalerun.checkpoint.atomic import hash_file
+from scalerun.cli.convert_config import ConvertConfig
 from scalerun.cli.converted_run import ConvertedModel, report_run, write_run
 from scalerun.cli.formats.vocabulary import find_vocabulary
 from scalerun.dataclass.errors import UserError
@@ -24,9 +25,6 @@ from scalerun.models.metaseq.files import MetaseqFile, find_files, read_file
 from scalerun.models.metaseq.keys import joined_parts, opt_config, opt_state, separated
 from scalerun.models.metaseq.shards import whole_state
 from scalerun.models.weight_file import refuse_not_finite
-
-if TYPE_CHECKING:
-    from scalerun.cli.convert import ConvertConfig
 
 END_SYMBOL = 2
 """``</s>`` in every vocabulary of metaseq: it separates texts, and begins them."""

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from scalerun import __version__
 from scalerun.checkpoint.reader import find_checkpoint
 from scalerun.checkpoint.safetensors_file import Entry, write_safetensors
+from scalerun.cli.convert_config import ConvertConfig
 from scalerun.cli.inference import CPU, load_for_inference, load_model, stored_config
 from scalerun.data.base_tokenizer import BaseTokenizer
 from scalerun.data.tokenizer_export import export_tokenizer
@@ -26,9 +27,6 @@ from scalerun.models.hf.folder import CONFIG_FILE, read_weights
 from scalerun.models.hf.opt import OPT, RENAMES, opt_fields
 from scalerun.models.hf.parity import check_logits, custom_logits, random_tokens, source_logits
 from scalerun.models.transformer_config import TransformerConfig
-
-if TYPE_CHECKING:
-    from scalerun.cli.convert import ConvertConfig
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
 from scalerun.checkpoint.atomic import hash_file
+from scalerun.cli.convert_config import ConvertConfig
 from scalerun.cli.converted_run import ConvertedModel, report_run, write_run
 from scalerun.data.base_tokenizer import BaseTokenizer
 from scalerun.data.fairseq_dictionary import rows_in_our_order
@@ -21,9 +22,6 @@ from scalerun.models.torchscale.expert_files import read_checkpoint
 from scalerun.models.torchscale.recognition import Recognized, recognize
 from scalerun.models.torchscale.settling import Settled, settle, yaml_word
 from scalerun.models.weight_file import WeightFile, refuse_not_finite
-
-if TYPE_CHECKING:
-    from scalerun.cli.convert import ConvertConfig
 
 logger = logging.getLogger(__name__)
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from scalerun.cli.convert_config import ConvertConfig
 from scalerun.data.base_tokenizer import BaseTokenizer
 from scalerun.data.tokenizer import load_tokenizer
 from scalerun.dataclass.errors import UserError
-
-if TYPE_CHECKING:
-    from scalerun.cli.convert import ConvertConfig
 
 logger = logging.getLogger(__name__)
 
