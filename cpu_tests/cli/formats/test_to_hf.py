@@ -252,6 +252,15 @@ def test_200_prompts_are_continued_alike_greedily_and_by_beam(trained):
     check_generation(200)
 
 
+def test_averaged_weights_have_to_be_there(trained):
+    trained(OPT)
+    with pytest.raises(UserError, match="has no averaged weights"):
+        export("--use-ema")
+    with pytest.raises(UserError, match="absent"):
+        main(["--to", "hf", "absent", "--output", "theirs"])
+    assert not list(Path().glob("theirs*"))
+
+
 def test_encoders_are_refused():
     from scalerun.models.hf.custom import custom_fields
     from scalerun.models.transformer_mt import TransformerMTConfig

@@ -95,6 +95,7 @@ OPT = Family(
     more=_more,
     renames=RENAMES,
     prepare=_prepare,
+    unused=r"(model\.)?decoder\.version",
 )
 
 
