@@ -1,6 +1,7 @@
 """Tiny folders as the transformers library writes them, made by hand."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -95,6 +96,12 @@ def write_bpe(folder, *, vocab=VOCAB, special=("<s>", "<pad>", "</s>", "<unk>"),
     (folder / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
     text = "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges)
     (folder / "merges.txt").write_text(text)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def modules_cache(tmp_path_factory):
+    """Where the library copies modelling files to; it asks when it is imported."""
+    os.environ.setdefault("HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Folders of the transformers library become runs."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +89,21 @@ def test_gpt2_keeps_its_rows_and_pads_with_its_only_special_symbol(gpt2_folder):
     assert (dictionary.eos, dictionary.pad, len(dictionary)) == (VOCAB - 1, VOCAB - 1, VOCAB)
     assert dictionary.padding_row is None
     assert run.cfg.task.final_vocab_size == VOCAB
+
+
+def test_a_gpt2_goes_on_as_opt_with_the_same_logits_and_symbols(gpt2_folder, monkeypatch):
+    monkeypatch.setattr(parity, "transformers_library", lambda: None)
+    assert convert(gpt2_folder) == 0
+    assert main(["--to", "hf", "run", "--output", "opt"]) == 0
+    fields = json.loads(Path("opt/config.json").read_text())
+    assert (fields["model_type"], fields["activation_function"]) == ("opt", "gelu_new")
+    assert fields["pad_token_id"] == fields["eos_token_id"] == VOCAB - 1
+    assert "suppress_tokens" not in json.loads(Path("opt/generation_config.json").read_text())
+    assert main(["--from", "hf", "opt", "--output", "again"]) == 0
+    runs = [load_for_inference(name, device=torch.device("cpu")) for name in ("run", "again")]
+    assert torch.equal(*(run.model(TOKENS).logits for run in runs))
+    assert len({tuple(run.task.tokenizer.encode("then the owl")) for run in runs}) == 1
+    assert {len(run.task.dictionary) for run in runs} == {VOCAB}
 
 
 @pytest.mark.parametrize("kind", [pytest.param("opt", marks=pytest.mark.long), "gpt2"])
