@@ -10,6 +10,7 @@ import pytest
 from cpu_tests.generation.slow_reference import SlowReference
 from cpu_tests.generation.tiny_models import (
     ARCHITECTURES,
+    CONTEXT,
     EOS,
     A,
     Letters,
