@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scalerun.generation.sampling import choose_tokens, draw, most_likely
+from scalerun.generation.sampling import choose_tokens, draw, most_likely, penalized
 
 PROBABILITIES = [0.1, 0.5, 0.15, 0.25]
 
@@ -18,6 +18,7 @@ def choose(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> int:
     return int(
         choose_tokens(
@@ -25,6 +26,7 @@ def choose(
             temperature_B=torch.tensor([temperature]),
             top_k_B=torch.tensor([top_k]),
             top_p_B=torch.tensor([top_p], dtype=torch.float64),
+            min_p_B=torch.tensor([min_p], dtype=torch.float64),
             uniform_B=torch.tensor([uniform], dtype=torch.float64),
         )
     )
@@ -66,6 +68,36 @@ def test_top_p_counts_the_mass_that_top_k_has_left() -> None:
     # Of the two left the first has 2/3.
     assert left_over(top_k=2, top_p=0.66) == {1}
     assert left_over(top_k=2, top_p=0.67) == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("min_p", "kept"), [(0.0, {0, 1, 2, 3}), (0.19, {0, 1, 2, 3}), (0.21, {1, 2, 3}), (1.0, {1})]
+)
+def test_min_p_leaves_what_has_that_share_of_the_likeliest(min_p: float, kept: set[int]) -> None:
+    points = [(i + 0.5) / 100 for i in range(100)]
+    assert {choose(PROBABILITIES, point, min_p=min_p) for point in points} == kept
+
+
+def test_min_p_looks_at_the_tempered_distribution() -> None:
+    # At temperature 1/2 the shares of the likeliest are squared: 0.3 becomes 0.09.
+    points = [(i + 0.5) / 100 for i in range(100)]
+    kept = {choose(PROBABILITIES, point, temperature=0.5, min_p=0.1) for point in points}
+    assert kept == {1, 3}
+
+
+def test_penalties_are_those_of_their_formulas() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0, -1.0, 3.0, 0.0]])
+    found = penalized(
+        logits,
+        counts_BV=torch.tensor([[0.0, 0.0, 3.0, 1.0, 0.0, 2.0]]).double(),
+        in_prompt_BV=torch.tensor([[True, True, True, False, False, False]]),
+        repetition_B=torch.tensor([2.0]).double(),
+        presence_B=torch.tensor([0.5]).double(),
+        frequency_B=torch.tensor([0.25]).double(),
+    )
+    # Divided, or multiplied if negative; then 0.5 and 0.25 for each time off what was answered.
+    expected = [1.0, -4.0, 0.5 - 0.5 - 0.75, -2.0 - 0.5 - 0.25, 3.0, -0.5 - 0.5]
+    assert found.tolist() == [pytest.approx(expected)]
 
 
 def test_of_equal_tokens_the_lower_ids_stay() -> None:
@@ -111,6 +143,7 @@ def test_frequencies_are_those_of_the_tempered_distribution(temperature: float) 
         temperature_B=torch.full((count,), temperature),
         top_k_B=torch.zeros(count, dtype=torch.int64),
         top_p_B=torch.ones(count, dtype=torch.float64),
+        min_p_B=torch.zeros(count, dtype=torch.float64),
         uniform_B=uniform,
     )
     frequencies = torch.bincount(chosen, minlength=4) / count
@@ -141,6 +174,7 @@ def test_a_row_follows_its_own_rules_whatever_its_neighbours_do() -> None:
         "temperature_B": torch.tensor([0.0, 1.0, 0.7, 1.0, 2.0, 1.0]),
         "top_k_B": torch.tensor([0, 0, 5, 1, 0, 3]),
         "top_p_B": torch.tensor([1.0, 1.0, 0.9, 1.0, 0.5, 0.1], dtype=torch.float64),
+        "min_p_B": torch.tensor([0.0, 0.3, 0.0, 0.0, 0.1, 0.0], dtype=torch.float64),
         "uniform_B": torch.rand(6, dtype=torch.float64),
     }
     together = choose_tokens(logits, **rules)
