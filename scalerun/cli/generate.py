@@ -62,6 +62,15 @@ class GenerateConfig(InferenceConfig):
     lenpen: float = option(
         1.0, "score = log-probability / length ** lenpen: larger prefers longer translations"
     )
+    diverse_beam_groups: int = option(
+        1, "groups of hypotheses, each kept from the words that earlier ones chose; divides --beam"
+    )
+    diverse_beam_strength: float = option(
+        0.5, "nats that a token costs for each hypothesis of earlier groups that chose it"
+    )
+    prefix_size: int = option(
+        0, "first tokens of the reference that every hypothesis has to begin with"
+    )
     nbest: int = option(1, "hypotheses of each source to write to --json, the best first")
     max_len_a: float = option(0.0, "longest translation: tokens for each token of its source, and")
     max_len_b: int = option(200, "this many tokens more")
@@ -83,6 +92,7 @@ class GenerateConfig(InferenceConfig):
         super().validate()
         self.search_settings().check()
         at_least("--nbest", self.nbest, 1)
+        at_least("--prefix-size", self.prefix_size, 0)
         if self.nbest > self.beam:
             raise ConfigError(
                 f"--nbest {self.nbest} is above --beam {self.beam}, and a search has no more "
@@ -105,6 +115,8 @@ class GenerateConfig(InferenceConfig):
             max_len_a=self.max_len_a,
             max_len_b=self.max_len_b,
             min_len=self.min_len,
+            diverse_beam_groups=self.diverse_beam_groups,
+            diverse_beam_strength=self.diverse_beam_strength,
         )
 
     def limits(self) -> BatchLimits:
@@ -136,12 +148,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     segments = read_segments(run.task.cfg, cfg.gen_subset, cfg.input, cfg.reference)
     if segments.references is not None:
         require_sacrebleu("scoring translations")
-    elif cfg.scores is not None:
-        raise UserError(f"--scores needs references, and {segments.name} has none")
+    elif cfg.scores is not None or cfg.prefix_size:
+        flag = "--prefix-size" if cfg.prefix_size else "--scores"
+        raise UserError(f"{flag} needs references, and {segments.name} has none")
     assert isinstance(run.model, EncoderDecoder)
     translator = Translator(SequenceGenerator(run.model, run.task.tokenizer), cfg.search_settings())
     with cfg.precision(run.cfg.common, device).autocast():
-        answers = translate(segments, run.task, translator, cfg.limits())
+        answers = translate(
+            segments, run.task, translator, cfg.limits(), prefix_size=cfg.prefix_size
+        )
     write_answers(cfg, segments, answers)
     if segments.references is not None:
         best = [plain(each) for each in answers]
@@ -151,9 +166,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def translate(
-    segments: Segments, task: TranslationTask, translator: Translator, limits: BatchLimits
+    segments: Segments,
+    task: TranslationTask,
+    translator: Translator,
+    limits: BatchLimits,
+    *,
+    prefix_size: int = 0,
 ) -> list[list[Generation]]:
     """The hypotheses of each source, the best first; none for a blank source.
+
+    Args:
+        prefix_size: tokens of the reference, its end not counted, that hypotheses begin with.
 
     Raises:
         UserError: a source is too long; names the line.
@@ -163,6 +186,8 @@ def translate(
     tokens = [[*task.source_tokenizer.encode(text), end] if text else [] for text in texts]
     lines = [line for line, each in enumerate(tokens) if each]
     _check_lengths(segments, {line: len(tokens[line]) for line in lines}, translator, limits)
+    begun = segments.references if prefix_size and segments.references else [""] * len(tokens)
+    prefixes = [task.tokenizer.encode(text)[:prefix_size] for text in begun]
     answers: list[list[Generation]] = [[] for _ in tokens]
     if not lines:
         return answers
@@ -170,7 +195,9 @@ def translate(
     done, reported = 0, time.monotonic()
     for batch in LengthBatches(lengths_N1, limits):
         members = [lines[i] for i in batch.members]
-        found = translator.translate([tokens[line] for line in members])
+        found = translator.translate(
+            [tokens[line] for line in members], [prefixes[line] for line in members]
+        )
         for line, hypotheses in zip(members, found, strict=True):
             answers[line] = hypotheses
         done += len(members)

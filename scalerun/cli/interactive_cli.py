@@ -57,6 +57,12 @@ class InteractiveConfig(InferenceConfig):
         1.0,
         "with --beam, score = log-probability / length ** lenpen: larger prefers longer answers",
     )
+    diverse_beam_groups: int = option(
+        1, "groups of hypotheses, each kept from the tokens that earlier ones chose; divides --beam"
+    )
+    diverse_beam_strength: float = option(
+        0.5, "nats that a token costs for each hypothesis of earlier groups that chose it"
+    )
     stop: list[str] = option(
         [],
         "texts that end an answer and are cut off; repeat the flag for more; \\n, \\t, \\xHH and "
@@ -97,6 +103,8 @@ class InteractiveConfig(InferenceConfig):
             top_p=top_p,
             beam=self.beam,
             lenpen=self.lenpen,
+            diverse_beam_groups=self.diverse_beam_groups,
+            diverse_beam_strength=self.diverse_beam_strength,
             stop=tuple(map(unescaped, self.stop)),
             seed=self.seed,
             truncate_prompt=self.truncate_prompt,

@@ -107,6 +107,8 @@ class Continuation:
             max_length=params.max_new_tokens,
             eos=eos,
             stops=lambda answer: bool(params.stop) and self._text(answer).stopped,
+            groups=params.diverse_beam_groups,
+            strength=params.diverse_beam_strength,
         )
 
     def found(self, answer: Hypothesis) -> Generation:

@@ -17,6 +17,7 @@ from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.sampling_params import SamplingParams
 from scalerun.distributed.ranks import Control
 from scalerun.generation.beam_search import BeamSearch, best_tokens
+from scalerun.generation.constraints import Constraints
 from scalerun.generation.continuation import Continuation, Generation
 from scalerun.generation.growing_batch import GrowingBatch
 from scalerun.generation.sampling import choose_tokens
@@ -57,7 +58,7 @@ class SequenceGenerator:
         never = set(tokenizer.dictionary.dropped_ids) - {self.eos}
         if tokenizer.dictionary.unk is not None:
             never.add(tokenizer.dictionary.unk)
-        self._never = sorted(never)
+        self._constraints = Constraints(eos=self.eos, never=sorted(never))
 
     @property
     def device(self) -> torch.device:
@@ -89,7 +90,8 @@ class SequenceGenerator:
 
         Raises:
             UserError: a prompt does not fit into the context with its new tokens, or a source is
-                too long for the encoder, or the model's output is not finite.
+                too long for the encoder, or ``allowed_tokens`` leaves no way on, or the model's
+                output is not finite.
         """
         rows = self._rows(prompts, params, sources, on_text)
         with self._evaluating():
@@ -189,8 +191,9 @@ class SequenceGenerator:
 
     def _choose(self, rows: list[Continuation], logprobs_BV: Tensor) -> None:
         """Give each row its next token."""
-        may_end = [len(row.tokens) >= row.params.min_new_tokens for row in rows]
-        allowed_BV = self._allowed(logprobs_BV, may_end)
+        allowed_BV = self._constraints.apply(
+            logprobs_BV, [(row.params, row.tokens) for row in rows]
+        )
         chosen_B = choose_tokens(
             allowed_BV,
             temperature_B=allowed_BV.new_tensor([row.params.temperature for row in rows]),
@@ -207,6 +210,11 @@ class SequenceGenerator:
         answers = {}
         for batch in self._batches(rows):
             for row, search in zip(batch, self._search(batch), strict=True):
+                if not search.finished:
+                    raise UserError(
+                        "allowed_tokens leaves no answer that the search could end with; let it "
+                        "name more tokens"
+                    )
                 answers[row.index] = [row.found(answer) for answer in search.finished]
         return answers
 
@@ -217,12 +225,12 @@ class SequenceGenerator:
         with self._growing(rows) as batch:
             logprobs_NV = batch.start(*_inputs(rows))
             while True:
-                may_end = [
-                    answer.length >= row.params.min_new_tokens
+                begun = [
+                    (row.params, answer.tokens)
                     for row, search in zip(rows, searches, strict=True)
                     for answer in search.live
                 ]
-                best = best_tokens(self._allowed(logprobs_NV, may_end), beam=beam)
+                best = best_tokens(self._constraints.apply(logprobs_NV, begun), beam=beam)
                 order: list[int] = []
                 first = 0
                 for search in searches:
@@ -235,14 +243,6 @@ class SequenceGenerator:
                     return searches
                 tokens = [answer.tokens[-1] for search in searches for answer in search.live]
                 logprobs_NV = batch.read(tokens, order)
-
-    def _allowed(self, logprobs_BV: Tensor, may_end: list[bool]) -> Tensor:
-        """The same with ``-inf`` where a row must not go."""
-        allowed_BV = logprobs_BV.clone()
-        allowed_BV[:, self._never] = float("-inf")
-        early = [i for i, may in enumerate(may_end) if not may]
-        allowed_BV[early, self.eos] = float("-inf")
-        return allowed_BV
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
