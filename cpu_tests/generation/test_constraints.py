@@ -15,7 +15,7 @@ from cpu_tests.generation.test_sequence_generator import (
     one,
     toy,
 )
-from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.sampling_params import SamplingParams
 from scalerun.generation.sequence_generator import SequenceGenerator
 
@@ -135,16 +135,20 @@ def test_greedy_takes_the_likeliest_of_what_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("beam", [1, 2])
-def test_where_nothing_may_follow_the_user_is_told(beam: int) -> None:
-    params = SamplingParams(beam=beam, allowed_tokens=lambda tokens: [], max_new_tokens=3)
-    with pytest.raises(UserError, match="allowed_tokens leaves no"):
-        one(toy(), [], params)
+def test_where_nothing_may_follow_the_answer_ends(beam: int) -> None:
+    def one_letter(tokens: Sequence[int]) -> list[int]:
+        return [] if tokens else [B]
+
+    params = SamplingParams(beam=beam, allowed_tokens=one_letter, max_new_tokens=3)
+    result = one(toy(), [], params)
+    assert result.tokens == [B]
+    assert result.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("token", [-1, 99])
 def test_a_token_that_there_is_not_is_refused(token: int) -> None:
     params = SamplingParams(allowed_tokens=lambda tokens: [token], max_new_tokens=3)
-    with pytest.raises(UserError, match=f"token {token} is to follow .* from 0 to 7"):
+    with pytest.raises(ValueError, match=f"token {token} may follow .* there are 0 to 7"):
         one(toy(), [], params)
 
 
