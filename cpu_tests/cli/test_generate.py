@@ -161,6 +161,17 @@ def test_hypotheses_begin_with_what_is_given_of_the_reference(generate, home):
     assert "--prefix-size needs references, and standard input has none" in error
 
 
+@pytest.mark.long
+def test_two_ranks_that_share_the_model_write_what_one_writes(generate, home):
+    words = ["--gen-subset", "other", "--beam", "3", "--output"]
+    generate(*words, "one.txt")
+    command = generate(*words, "two.txt", "--model-parallel-size", "2")
+    assert lines_of(home / "two.txt") == lines_of(home / "one.txt")
+    assert command.stdout.count("BLEU =") == 1
+    piped = generate("--input", "-", "--model-parallel-size", "2", stdin="a b c\nd e\n")
+    assert len(piped.stdout.splitlines()) == 2
+
+
 def test_groups_that_are_kept_apart_begin_with_different_letters(generate, home):
     words = ["--beam", "4", "--nbest", "4", "--json", "diverse.json"]
     words += ["--diverse-beam-groups", "4", "--diverse-beam-strength", "100"]

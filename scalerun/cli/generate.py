@@ -13,15 +13,16 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from scalerun.cli.entry import run_cli
-from scalerun.cli.inference_config import InferenceConfig
 from scalerun.cli.output_file import prepare_output_files, refuse_inputs
 from scalerun.cli.segments import Segments, read_segments
+from scalerun.cli.shared_inference import SharedInferenceConfig
 from scalerun.data.length_batches import BatchLimits, LengthBatches
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
 from scalerun.dataclass.ranges import above_zero, at_least
 from scalerun.dataclass.scalerun_dataclass import option
 from scalerun.distributed.launch import choose_device
+from scalerun.distributed.ranks import Ranks
 from scalerun.generation.continuation import Generation
 from scalerun.generation.sequence_generator import SequenceGenerator
 from scalerun.logging.console import setup_logging
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class GenerateConfig(InferenceConfig):
+class GenerateConfig(SharedInferenceConfig):
     """What ``scalerun.cli.generate`` can be told."""
 
     data: str | None = option(None, "data folder (default: the run's own)", positional=True)
@@ -107,6 +108,10 @@ class GenerateConfig(InferenceConfig):
         above_zero("--batch-size", self.batch_size)
         above_zero("--max-tokens", self.max_tokens)
 
+    def outputs(self) -> dict[str, str | None]:
+        """Files to write, by their flags."""
+        return {"--output": self.output, "--json": self.json, "--scores": self.scores}
+
     def search_settings(self) -> SearchSettings:
         """How to search."""
         return SearchSettings(
@@ -129,23 +134,35 @@ class GenerateConfig(InferenceConfig):
 def main(argv: Sequence[str] | None = None) -> int:
     """Translate, write what was asked for, print the scores; return the exit code."""
     cfg = parse_config(GenerateConfig, argv, prog="scalerun-generate")
-    setup_logging()
-    outputs = {"--output": cfg.output, "--json": cfg.json, "--scores": cfg.scores}
-    prepare_output_files(outputs, inputs=[cfg.data, cfg.input, cfg.reference])
-    device = choose_device(cpu=cfg.cpu)
+    prepare_output_files(cfg.outputs(), inputs=[cfg.data, cfg.input, cfg.reference])
+    return cfg.on_every_rank(lambda ranks: generate(cfg, ranks))
+
+
+def generate(cfg: GenerateConfig, ranks: Ranks) -> int:
+    """One rank's part: all search for the same translations, and rank 0 writes them."""
+    setup_logging(rank=ranks.rank, world_size=ranks.size)
+    device = choose_device(cpu=cfg.cpu, local_rank=ranks.local_rank)
     # Only now, so that --help need not wait for torch's distributed packages.
     from scalerun.cli.inference import load_for_inference
 
     run = load_for_inference(
-        cfg.path, device=device, use_ema=cfg.use_ema, data=cfg.data, user_dir=cfg.user_dir
+        cfg.path,
+        device=device,
+        use_ema=cfg.use_ema,
+        data=cfg.data,
+        user_dir=cfg.user_dir,
+        meshes=ranks.model_meshes,
     )
     if not isinstance(run.task, TranslationTask):
         raise UserError(
             f"--path: the run's task is {run.cfg.task._name}, which does not translate; continue "
             "prompts with scalerun.cli.interactive_cli"
         )
-    refuse_inputs(outputs, [run.task.cfg.data])
-    segments = read_segments(run.task.cfg, cfg.gen_subset, cfg.input, cfg.reference)
+    refuse_inputs(cfg.outputs(), [run.task.cfg.data])
+    task_cfg = run.task.cfg
+    segments = ranks.control.on_main(
+        lambda: read_segments(task_cfg, cfg.gen_subset, cfg.input, cfg.reference)
+    )
     if segments.references is not None:
         require_sacrebleu("scoring translations")
     elif cfg.scores is not None or cfg.prefix_size:
@@ -157,6 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         answers = translate(
             segments, run.task, translator, cfg.limits(), prefix_size=cfg.prefix_size
         )
+    if not ranks.is_main:
+        return 0
     write_answers(cfg, segments, answers)
     if segments.references is not None:
         best = [plain(each) for each in answers]

@@ -18,14 +18,16 @@ from dataclasses import dataclass
 from typing import IO
 
 from scalerun.cli.entry import run_cli
-from scalerun.cli.inference_config import InferenceConfig
+from scalerun.cli.shared_inference import SharedInferenceConfig
 from scalerun.data.tokenizers.base_tokenizer import BaseTokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
 from scalerun.dataclass.sampling_params import SamplingParams
 from scalerun.dataclass.scalerun_dataclass import option
 from scalerun.distributed.launch import choose_device
+from scalerun.distributed.ranks import Ranks
 from scalerun.generation.sequence_generator import SequenceGenerator
+from scalerun.generation.shared_generator import SharedGenerator
 from scalerun.logging.console import setup_logging
 from scalerun.models.base_decoder import BaseDecoder
 
@@ -37,7 +39,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
 
 @dataclass
-class InteractiveConfig(InferenceConfig):
+class InteractiveConfig(SharedInferenceConfig):
     """Everything that ``scalerun.cli.interactive_cli`` can be told."""
 
     max_new_tokens: int | None = option(
@@ -278,21 +280,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Load a checkpoint and answer prompts; 0 at the end of the input."""
     cfg = parse_config(InteractiveConfig, argv, prog=PROG)
     setup_logging("none")
+    if cfg.model_parallel_size > 1 and sys.stdin.isatty():
+        raise ConfigError(
+            f"--model-parallel-size {cfg.model_parallel_size} answers prompts from a pipe or a "
+            "file, and standard input is a terminal; redirect it"
+        )
+    return cfg.on_every_rank(lambda ranks: answer(cfg, ranks))
+
+
+def answer(cfg: InteractiveConfig, ranks: Ranks) -> int:
+    """One rank's part: rank 0 reads and prints, the others compute with it."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may say what the terminal cannot show
-    device = choose_device(cpu=cfg.cpu)
+    device = choose_device(cpu=cfg.cpu, local_rank=ranks.local_rank)
     # Only now, so that --help need not wait for torch's distributed packages.
     from scalerun.cli.inference import load_for_inference
 
-    loaded = load_for_inference(cfg.path, device=device, use_ema=cfg.use_ema, user_dir=cfg.user_dir)
+    loaded = load_for_inference(
+        cfg.path,
+        device=device,
+        use_ema=cfg.use_ema,
+        user_dir=cfg.user_dir,
+        meshes=ranks.model_meshes,
+    )
     precision = cfg.precision(loaded.cfg.common, device)
     tokenizer, model = usable(loaded.task.tokenizer, loaded.model)
-    session = Session(
-        cfg, SequenceGenerator(model, tokenizer), autocast=precision.autocast, out=sys.stdout
-    )
-    if sys.stdin.isatty():
-        return answer_terminal(session, line_reader())
-    answer_pipe(session, sys.stdin.buffer)
+    generator = SharedGenerator(model, tokenizer, ranks=ranks.control)
+    if not ranks.is_main:
+        with precision.autocast():
+            generator.follow()
+        return 0
+    session = Session(cfg, generator, autocast=precision.autocast, out=sys.stdout)
+    with generator.leading():
+        if sys.stdin.isatty():
+            return answer_terminal(session, line_reader())
+        answer_pipe(session, sys.stdin.buffer)
     return 0
 
 
