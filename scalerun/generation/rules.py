@@ -29,14 +29,15 @@ class Rules:
         never = set(dictionary.dropped_ids) - {self.eos}
         if dictionary.unk is not None:
             never.add(dictionary.unk)
-        self._never = sorted(never)
+        self._never = torch.tensor(sorted(never), dtype=torch.int64)
 
     def allowed(self, logits_BV: Tensor, begun: Sequence[Begun]) -> Tensor:
         """The same with ``-inf`` where an answer must not go."""
-        allowed_BV = logits_BV.clone()
-        allowed_BV[:, self._never] = float("-inf")
+        self._never = self._never.to(logits_BV.device)
+        allowed_BV = logits_BV.index_fill(1, self._never, float("-inf"))
         early = [i for i, (p, tokens) in enumerate(begun) if len(tokens) < p.min_new_tokens]
-        allowed_BV[early, self.eos] = float("-inf")
+        if early:
+            allowed_BV[early, self.eos] = float("-inf")
         constrain(allowed_BV, logits_BV, begun, eos=self.eos)
         return allowed_BV
 
@@ -52,6 +53,8 @@ class Rules:
             [(choice.params, choice.tokens) for choice in choices],
         )
         params = [choice.params for choice in choices]
+        if all(each.temperature == 0 for each in params):
+            return allowed_BV.max(-1).indices
         return choose_tokens(
             allowed_BV,
             temperature_B=_doubles([each.temperature for each in params], device),
