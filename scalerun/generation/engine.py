@@ -235,6 +235,8 @@ class Engine:
 
     def _advance(self, logits_NV: Tensor) -> None:
         """Give every answer its next token."""
+        # A few rows come from a product with the vocabulary in front, and lie across it.
+        logits_NV = logits_NV.contiguous()
         # A probability is needed for few of the tokens, and what is not finite shows in the norm.
         norms_N = logits_NV.logsumexp(-1)
         broken = [not math.isfinite(norm) for norm in norms_N.tolist()]
