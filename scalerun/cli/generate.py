@@ -176,9 +176,7 @@ def generate(cfg: GenerateConfig, ranks: Ranks) -> int:
         )
     refuse_inputs(cfg.outputs(), [run.task.cfg.data])
     task, subset = run.task, cfg.gen_subset or DEFAULT_SUBSET
-    segments = ranks.control.on_main(
-        lambda: read_segments(task, subset, cfg.input, cfg.reference)
-    )
+    segments = ranks.control.on_main(lambda: read_segments(task, subset, cfg.input, cfg.reference))
     if segments.references is not None:
         require_sacrebleu("scoring translations")
     elif cfg.scores is not None or cfg.prefix_size:
