@@ -5,16 +5,13 @@ import pytest
 import torch
 
 from cpu_tests.generation.test_sequence_generator import (
-    EOS,
-    UNK,
-    A,
-    Letters,
     ToyDecoder,
     allowed,
     next_logprobs,
     one,
     toy,
 )
+from cpu_tests.generation.tiny_models import EOS, UNK, A, Letters
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.sampling_params import SamplingParams
 from scalerun.generation.sequence_generator import SequenceGenerator
