@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from scalerun.dataclass.errors import UserError
-from scalerun.distributed.ranks import Control
 from scalerun.generation.growing_batch import GrowingBatch
 from scalerun.models.base_model import BaseModel, build_model
 from scalerun.models.transformer_config import TransformerConfig
@@ -26,22 +25,6 @@ def model_of(*sides: str) -> BaseModel:
     return model.eval()
 
 
-class Others(Control):
-    """One rank of several, of which another calls the model ``more`` times after this one."""
-
-    def __init__(self, more: int) -> None:
-        super().__init__()
-        self.more = more
-        self.own: list[bool] = []
-
-    def any(self, flag: bool) -> bool:
-        self.own.append(flag)
-        if flag:
-            return True
-        self.more -= 1
-        return self.more >= 0
-
-
 def calls_of(model: BaseModel) -> list[tuple[int, int]]:
     """Rows and tokens of each call of the decoder's first block, as they come."""
     seen: list[tuple[int, int]] = []
@@ -56,10 +39,11 @@ def calls_of(model: BaseModel) -> list[tuple[int, int]]:
 def test_reading_token_by_token_is_one_pass_over_all() -> None:
     model = model_of("encoder", "decoder")
     assert isinstance(model, TransformerMT)
-    with GrowingBatch(model, pad=PAD, max_length=5) as batch:
-        batch.start(PROMPTS, SOURCES)
-        batch.read([4, 5])
-        found = batch.read([6, 7, 8], order=[1, 0, 1])
+    batch = GrowingBatch(model, pad=PAD)
+    batch.add(PROMPTS, SOURCES)
+    batch.read([4, 5])
+    batch.keep([1, 0, 1])
+    found = batch.read([6, 7, 8]).log_softmax(-1)
     for prompt, source, row in (
         ([*PROMPTS[1], 5, 6], SOURCES[1], found[0]),
         ([*PROMPTS[0], 4, 7], SOURCES[0], found[1]),
@@ -71,27 +55,44 @@ def test_reading_token_by_token_is_one_pass_over_all() -> None:
 
 @pytest.mark.parametrize("sides", [("decoder",), ("encoder", "decoder")])
 @torch.no_grad()
-def test_a_rank_that_is_done_calls_the_model_as_often_as_the_others(sides: tuple[str, ...]) -> None:
+def test_who_joins_on_the_way_is_read_as_if_alone(sides: tuple[str, ...]) -> None:
+    model = model_of(*sides)
+    assert isinstance(model, TransformerLM | TransformerMT)
+    sources = SOURCES if len(sides) == 2 else [None, None]
+
+    def logits(i: int, tokens: list[int]) -> Tensor:
+        inputs = [torch.tensor([[*PROMPTS[i], *tokens]])]
+        if sources[i] is not None:
+            inputs.insert(0, torch.tensor([sources[i]]))
+        return model(*inputs).logits[0]
+
+    for first, second in ((0, 1), (1, 0)):
+        batch = GrowingBatch(model, pad=PAD)
+        whole = batch.add([PROMPTS[first]], sources[0] and [sources[first]], all_logits=True)
+        torch.testing.assert_close(whole[0], logits(first, []), atol=1e-5, rtol=0)
+        batch.read([4])
+        found = batch.add([PROMPTS[second]], sources[0] and [sources[second]])
+        torch.testing.assert_close(found[0], logits(second, [])[-1], atol=1e-5, rtol=0)
+        found = batch.read([5, 6])
+        torch.testing.assert_close(found[0], logits(first, [4, 5])[-1], atol=1e-5, rtol=0)
+        torch.testing.assert_close(found[1], logits(second, [6])[-1], atol=1e-5, rtol=0)
+        batch.keep([1])
+        found = batch.read([7])
+        torch.testing.assert_close(found[0], logits(second, [6, 7])[-1], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("sides", [("decoder",), ("encoder", "decoder")])
+@torch.no_grad()
+def test_calls_for_others_sake_leave_the_sequences_alone(sides: tuple[str, ...]) -> None:
     model = model_of(*sides)
     assert isinstance(model, TransformerLM | TransformerMT)
     calls = calls_of(model)
-    control = Others(more=2)
-    with GrowingBatch(model, pad=PAD, max_length=4, control=control) as batch:
-        batch.start(PROMPTS, SOURCES if len(sides) == 2 else None)
-        batch.read([4, 5])
-    assert control.own == [True, False, False, False]
-    assert calls == [(2, 3), (2, 1), (1, 1), (1, 1)]
-
-
-@torch.no_grad()
-def test_a_rank_that_fails_stays_until_the_others_are_done() -> None:
-    model = model_of("encoder", "decoder")
-    assert isinstance(model, TransformerMT)
-    calls = calls_of(model)
-    model.decoder.embedding.tokens.weight[4] = torch.nan
-    with (
-        pytest.raises(UserError, match="not finite"),
-        GrowingBatch(model, pad=PAD, max_length=4, control=Others(more=1)) as batch,
-    ):
-        batch.start([[4]], [[7, EOS]])
+    sources = SOURCES if len(sides) == 2 else None
+    plain, called = GrowingBatch(model, pad=PAD), GrowingBatch(model, pad=PAD)
+    called.add_nothing()
+    called.read_nothing()
     assert calls == [(1, 1), (1, 1)]
+    plain.add(PROMPTS, sources)
+    called.add(PROMPTS, sources)
+    called.read_nothing()
+    assert torch.equal(called.read([4, 5]), plain.read([4, 5]))

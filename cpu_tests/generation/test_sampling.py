@@ -18,6 +18,7 @@ def choose(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> int:
     return int(
         choose_tokens(
@@ -25,6 +26,7 @@ def choose(
             temperature_B=torch.tensor([temperature]),
             top_k_B=torch.tensor([top_k]),
             top_p_B=torch.tensor([top_p], dtype=torch.float64),
+            min_p_B=torch.tensor([min_p], dtype=torch.float64),
             uniform_B=torch.tensor([uniform], dtype=torch.float64),
         )
     )
@@ -111,6 +113,7 @@ def test_frequencies_are_those_of_the_tempered_distribution(temperature: float) 
         temperature_B=torch.full((count,), temperature),
         top_k_B=torch.zeros(count, dtype=torch.int64),
         top_p_B=torch.ones(count, dtype=torch.float64),
+        min_p_B=torch.zeros(count, dtype=torch.float64),
         uniform_B=uniform,
     )
     frequencies = torch.bincount(chosen, minlength=4) / count
@@ -141,6 +144,7 @@ def test_a_row_follows_its_own_rules_whatever_its_neighbours_do() -> None:
         "temperature_B": torch.tensor([0.0, 1.0, 0.7, 1.0, 2.0, 1.0]),
         "top_k_B": torch.tensor([0, 0, 5, 1, 0, 3]),
         "top_p_B": torch.tensor([1.0, 1.0, 0.9, 1.0, 0.5, 0.1], dtype=torch.float64),
+        "min_p_B": torch.tensor([0.0, 0.3, 0.0, 0.0, 0.1, 0.0], dtype=torch.float64),
         "uniform_B": torch.rand(6, dtype=torch.float64),
     }
     together = choose_tokens(logits, **rules)

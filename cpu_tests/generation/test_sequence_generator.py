@@ -6,6 +6,7 @@ from typing import Any, Self
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from cpu_tests.world import run_world
 from scalerun.data.tokenizers.base_tokenizer import BaseTokenizer
@@ -17,7 +18,7 @@ from scalerun.dataclass.sampling_params import SamplingParams
 from scalerun.distributed.launch import form_ranks
 from scalerun.distributed.parallelize import parallelize
 from scalerun.distributed.ranks import ALONE, Ranks
-from scalerun.generation.continuation import Generation
+from scalerun.generation.events import Generation
 from scalerun.generation.sequence_generator import SequenceGenerator
 from scalerun.models.base_decoder import BaseDecoder, DecoderOutput
 from scalerun.models.base_model import build_model
@@ -58,6 +59,12 @@ class History(LayerState):
 
     def reorder(self, order: Tensor) -> None:
         self.tokens, self.padding = self.tokens[order], self.padding[order]
+
+    def join(self, other: Self) -> None:
+        size = max(self.tokens.shape[1], other.tokens.shape[1])
+        sides = [(x, (size - x.tokens.shape[1], 0)) for x in (self, other)]
+        self.tokens = torch.cat([pad(x.tokens, ahead) for x, ahead in sides])
+        self.padding = torch.cat([pad(x.padding, ahead, value=True) for x, ahead in sides])
 
 
 class ToyDecoder(BaseDecoder):

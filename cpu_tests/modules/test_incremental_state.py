@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scalerun.modules.incremental_state import IncrementalState, KVCache
+from scalerun.modules.incremental_state import EncodedSource, IncrementalState, KVCache
 
 CPU = torch.device("cpu")
 
@@ -49,9 +49,88 @@ def test_reordering_moves_every_row(order: list[int]) -> None:
     queries, _, moved_padding = state.place(None, num_tokens=1, device=CPU)
     all_keys, _ = cache.append(one, one, start=3)
     assert torch.equal(all_keys[:, :, :3], keys[order])
-    assert moved_padding is not None
-    assert torch.equal(moved_padding[:, :3], padding[order])
+    if 0 in order:
+        assert moved_padding is not None
+        assert torch.equal(moved_padding[:, :3], padding[order])
+    else:
+        assert moved_padding is None
     assert queries.tolist() == [[2 if row == 0 else 3] for row in order]
+
+
+def test_what_is_padding_in_all_rows_that_are_left_is_forgotten() -> None:
+    cache = KVCache(9)
+    state = IncrementalState([cache], batch_size=3, max_length=9)
+    keys = torch.randn(3, 1, 4, 2)
+    padding = torch.arange(4) < torch.tensor([[0], [3], [1]])
+    state.place(padding, num_tokens=4, device=CPU)
+    cache.append(keys, keys, start=0)
+    state.advance(4)
+    state.reorder(torch.tensor([2, 1]))
+    assert state.length == cache.length == 3
+    queries, _, left = state.place(None, num_tokens=1, device=CPU)
+    all_keys, _ = cache.append(keys[:2, :, :1], keys[:2, :, :1], start=3)
+    assert torch.equal(all_keys[:, :, :3], keys[[2, 1], :, 1:])
+    assert left is not None
+    assert left.tolist() == [[False] * 4, [True, True, False, False]]
+    assert queries.tolist() == [[3], [1]]
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 2), (1, 3), (3, 1)])
+def test_joined_rows_end_together_and_keep_their_places(first: int, second: int) -> None:
+    keys = torch.randn(2, 1, 4, 2)
+
+    def state_of(row: int, length: int) -> IncrementalState:
+        cache = KVCache(9)
+        state = IncrementalState([cache], batch_size=1, max_length=9)
+        state.place(None, num_tokens=length, device=CPU)
+        mine = keys[row : row + 1, :, :length]
+        cache.append(mine, mine, start=0)
+        state.advance(length)
+        return state
+
+    state = state_of(0, first)
+    state.join(state_of(1, second))
+    longest = max(first, second)
+    assert (state.length, state.batch_size) == (longest, 2)
+    queries, _, padding = state.place(None, num_tokens=1, device=CPU)
+    [cache] = state.layers
+    assert isinstance(cache, KVCache)
+    assert cache.keys_BHSK is not None
+    for row, length in enumerate((first, second)):
+        assert queries[min(row, len(queries) - 1)].tolist() == [length]
+        mine = cache.keys_BHSK[row, :, :longest]
+        assert torch.equal(mine[:, longest - length :], keys[row, :, :length])
+        assert not mine[:, : longest - length].any()
+        if padding is not None:
+            assert padding[row].tolist() == [True] * (longest - length) + [False] * (length + 1)
+    assert (padding is None) == (first == second)
+
+
+def test_states_that_cannot_go_on_together_are_not_joined() -> None:
+    def state_of(length: int, max_length: int = 9) -> IncrementalState:
+        state = IncrementalState([], batch_size=1, max_length=max_length)
+        state.advance(length)
+        return state
+
+    with pytest.raises(ValueError, match="max_length 9 is not 8"):
+        state_of(1).join(state_of(1, 8))
+    with pytest.raises(ValueError, match="has read nothing"):
+        state_of(1).join(state_of(0))
+    sourced = state_of(1)
+    sourced.source = EncodedSource(torch.zeros(1, 2, 3))
+    with pytest.raises(ValueError, match="with and without a source"):
+        sourced.join(state_of(1))
+
+
+def test_joined_sources_are_padded_at_their_ends_and_cut_when_the_longest_leaves() -> None:
+    long, short = torch.randn(1, 3, 2), torch.randn(1, 1, 2)
+    source = EncodedSource(long).joined(EncodedSource(short, torch.tensor([[False]])))
+    assert source.padding_BM is not None
+    assert source.padding_BM.tolist() == [[False] * 3, [False, True, True]]
+    assert torch.equal(source.features_BMD[0], long[0])
+    assert torch.equal(source.features_BMD[1, :1], short[0])
+    left = source.reorder(torch.tensor([1])).without_common_padding()
+    assert torch.equal(left.features_BMD, short)
 
 
 def test_without_padding_all_rows_share_their_positions() -> None:

@@ -1,135 +1,204 @@
-"""Continuation: a prompt that is being continued, by draws or by a search."""
+"""Continuation: a request that is being answered, by draws or by a search.
+
+N sequences of the request, K tokens that may follow each of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-import torch
+from torch import Tensor
 
 from scalerun.data.tokenizers.base_tokenizer import BaseTokenizer
-from scalerun.dataclass.sampling_params import SamplingParams
+from scalerun.dataclass.errors import UserError
 from scalerun.generation.answer_text import AnswerText
 from scalerun.generation.beam_search import BeamSearch, Hypothesis
-
-STOP = "stop"
-LENGTH = "length"
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A continuation."""
-
-    tokens: list[int]
-    """New tokens, those of a stop string included, the end of the document not."""
-    token_logprobs: list[float]
-    """Natural log-probability of each token under the model's own distribution: at temperature 1,
-    with no token ruled out."""
-    text: str
-    """The new text, without the stop string."""
-    finish_reason: str
-    """``stop``: the document ended or a stop string came; ``length``: ``max_new_tokens``."""
-    score: float
-    """Log-probability of the continuation, with the end of the document if it was chosen; in a
-    beam search divided by length ** lenpen."""
+from scalerun.generation.choice import Choice
+from scalerun.generation.events import (
+    LENGTH,
+    STOP,
+    Alternatives,
+    Event,
+    FailedEvent,
+    FinishedEvent,
+    Generation,
+    Listener,
+    PromptEvent,
+    PromptScore,
+    TokenEvent,
+)
+from scalerun.generation.request import Request
 
 
 class Continuation:
-    """A prompt that is being continued: its draws and what came of them, or its beam search.
+    """A request that is being answered; see :class:`Draws` and :class:`Search`.
 
     Args:
-        index: of the prompt among those of a call.
-        prompt: its tokens, behind the separator.
-        params: how it is continued.
+        request: what is asked for.
+        prompt: the tokens of it that are read, without the separator.
         tokenizer: the vocabulary of the answer.
-        source: what an encoder reads; None without one.
-        on_text: called with ``index`` and each piece of text that is certain.
+        listener: called for each event.
     """
 
     def __init__(
-        self,
-        index: int,
-        prompt: list[int],
-        params: SamplingParams,
-        tokenizer: BaseTokenizer,
-        source: Sequence[int] | None,
-        on_text: Callable[[int, str], None] | None,
+        self, request: Request, prompt: list[int], tokenizer: BaseTokenizer, listener: Listener
     ) -> None:
-        self.index = index
+        self.request = request
+        self.params = request.params
         self.prompt = prompt
-        self.source = source
-        self.params = params
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.score = 0.0
-        self.finish_reason = ""
         self.tokenizer = tokenizer
-        self.stream = AnswerText(tokenizer, prompt[1:], params.stop)
-        self._on_text = on_text
-        # On the CPU whatever the model runs on: every device draws the same numbers.
-        self._generator = torch.Generator()
-        if params.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(params.seed)
+        self.eos = tokenizer.dictionary.eos
+        self.score: PromptScore | None = None
+        self.is_over = False
+        self.num_new_tokens = 0
+        """Tokens that all its answers have so far."""
+        self.num_sequences = 1
+        """N, sequences of the batch that are its own; one until the prompt was read."""
+        self.steps: list[tuple[int, int]] = []
+        """For each sequence to go on with: which of the N it continues, and by which token."""
+        self._listener = listener
 
-    def uniform(self) -> float:
-        """The next number of the prompt's own generator."""
-        return float(torch.rand((), generator=self._generator, dtype=torch.float64))
+    @property
+    def inputs(self) -> list[int]:
+        """What the model reads first: the separator and the prompt."""
+        whole = [self.eos, *self.prompt]
+        # Nothing follows the last token of a prompt that is only scored.
+        return whole[: max(len(self.prompt), 1)] if self.params.max_new_tokens == 0 else whole
 
-    def accept(self, token: int, logprob: float, *, ends: bool) -> None:
-        """Take the chosen token; ``ends``: it is the end of the document."""
-        self.score += logprob
-        if ends:
-            self._finish(STOP)
+    @property
+    def max_length(self) -> int:
+        """Tokens that the model reads at most; the last new one is never read."""
+        return max(len(self.prompt) + self.params.max_new_tokens, 1)
+
+    def prompt_scored(self, score: PromptScore) -> None:
+        """Take what the model thinks of the prompt."""
+        self.score = score
+        self.send(PromptEvent(self.prompt, score))
+
+    def fail(self, error: UserError) -> None:
+        """Give up."""
+        self.send(FailedEvent(error))
+        self.end()
+
+    def end(self) -> None:
+        """Take no more part."""
+        self.is_over = True
+        self.steps = []
+
+    def send(self, event: Event) -> None:
+        """Tell the listener, unless nobody wants to hear any more."""
+        if not self.is_over:
+            self._listener(event)
+
+
+class Draws(Continuation):
+    """Answers that are drawn, or greedily taken, each by itself."""
+
+    def __init__(
+        self, request: Request, prompt: list[int], tokenizer: BaseTokenizer, listener: Listener
+    ) -> None:
+        super().__init__(request, prompt, tokenizer, listener)
+        self.choices = [
+            Choice(number, prompt, self.params, tokenizer) for number in range(self.params.num_rows)
+        ]
+        self.going = self.choices
+
+    def sources(self) -> list[int]:
+        """For each choice that goes on, which of the N sequences is its own."""
+        # All begin at the end of the one prompt.
+        return list(range(len(self.going))) if self.steps else [0] * len(self.going)
+
+    def accept(self, choice: Choice, token: int, logprob: float, top: Alternatives) -> None:
+        """Give a choice its next token."""
+        ends = token == self.eos
+        piece = choice.accept(token, logprob, top, ends=ends)
+        self.num_new_tokens += not ends
+        if not ends and not self.params.is_ranked:
+            shown = choice.top_logprobs[-1] if self.params.logprobs else []
+            self.send(TokenEvent(choice.number, token, piece, logprob, shown))
+        if choice.finish_reason and not self.params.is_ranked:
+            self._send_finished(choice.number, choice)
+
+    def settle(self) -> None:
+        """All choices have their tokens: find out what to read next."""
+        if self.is_over:
             return
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        count = len(self.tokens)
-        self._show(self.stream.push(token, may_stop=count >= self.params.min_new_tokens))
-        if self.stream.stopped:
-            self._finish(STOP)
-        elif count == self.params.max_new_tokens:
-            self._finish(LENGTH)
+        sources = self.sources()
+        going = [i for i, choice in enumerate(self.going) if not choice.finish_reason]
+        self.steps = [(sources[i], self.going[i].tokens[-1]) for i in going]
+        self.going = [self.going[i] for i in going]
+        if not self.going:
+            self._finish()
 
-    def result(self) -> Generation:
-        """What was drawn."""
-        return Generation(
-            self.tokens, self.logprobs, self.stream.text, self.finish_reason, self.score
+    def finish_empty(self) -> None:
+        """End with answers of no token, where only the prompt is to be scored."""
+        for choice in self.choices:
+            choice.finish_reason = LENGTH
+            if not self.params.is_ranked:
+                self._send_finished(choice.number, choice)
+        self._finish()
+
+    def _finish(self) -> None:
+        if self.params.is_ranked:
+            best = sorted(self.choices, key=lambda choice: -choice.score / max(choice.length, 1))
+            for number, choice in enumerate(best[: self.params.n]):
+                self._send_finished(number, choice)
+        self.end()
+
+    def _send_finished(self, number: int, choice: Choice) -> None:
+        rest, generation = choice.finish(self.score)
+        text = generation.text if self.params.is_ranked else rest
+        self.send(FinishedEvent(number, text, generation))
+
+
+class Search(Continuation):
+    """Answers that a beam search finds."""
+
+    def __init__(
+        self, request: Request, prompt: list[int], tokenizer: BaseTokenizer, listener: Listener
+    ) -> None:
+        super().__init__(request, prompt, tokenizer, listener)
+        self.search = BeamSearch(
+            beam=self.params.beam,
+            lenpen=self.params.lenpen,
+            max_length=self.params.max_new_tokens,
+            eos=self.eos,
+            stops=lambda answer: bool(self.params.stop) and self._text(answer).stopped,
         )
 
-    def search(self, eos: int) -> BeamSearch:
-        """A beam search for the row's answers, about to begin."""
-        params = self.params
-        return BeamSearch(
-            beam=params.beam,
-            lenpen=params.lenpen,
-            max_length=params.max_new_tokens,
-            eos=eos,
-            stops=lambda answer: bool(params.stop) and self._text(answer).stopped,
-        )
+    @property
+    def may_end(self) -> list[bool]:
+        """For each of the N hypotheses, whether it has tokens enough."""
+        return [answer.length >= self.params.min_new_tokens for answer in self.search.live]
 
-    def found(self, answer: Hypothesis) -> Generation:
-        """An answer of the search."""
+    def advance(self, logprobs_NK: Tensor, tokens_NK: Tensor) -> None:
+        """Choose the next tokens of all hypotheses.
+
+        Args:
+            logprobs_NK: the best of each, as :func:`best_tokens` gives them.
+            tokens_NK: the tokens that they belong to.
+        """
+        parents = self.search.step(logprobs_NK, tokens_NK)
+        tokens = [answer.tokens[-1] for answer in self.search.live]
+        self.steps = list(zip(parents, tokens, strict=True))
+        if not self.steps:
+            for number, answer in enumerate(self.search.finished[: self.params.n]):
+                generation = self._generation(answer)
+                self.num_new_tokens += len(generation.tokens)
+                self.send(FinishedEvent(number, generation.text, generation))
+            self.end()
+
+    def _generation(self, answer: Hypothesis) -> Generation:
         return Generation(
             tokens=list(answer.tokens),
             token_logprobs=list(answer.logprobs),
             text=self._text(answer).text,
             finish_reason=LENGTH if answer.is_cut else STOP,
             score=answer.score(self.params.lenpen),
+            prompt=self.score,
         )
 
     def _text(self, answer: Hypothesis) -> AnswerText:
-        text = AnswerText(self.tokenizer, self.prompt[1:], self.params.stop)
+        text = AnswerText(self.tokenizer, self.prompt, self.params.stop)
         for count, token in enumerate(answer.tokens, start=1):
             text.push(token, may_stop=count >= self.params.min_new_tokens)
         text.finish()
         return text
-
-    def _finish(self, reason: str) -> None:
-        self.finish_reason = reason
-        self._show(self.stream.finish())
-
-    def _show(self, text: str) -> None:
-        if text and self._on_text is not None:
-            self._on_text(self.index, text)

@@ -15,11 +15,12 @@ def choose_tokens(
     temperature_B: Tensor,
     top_k_B: Tensor,
     top_p_B: Tensor,
+    min_p_B: Tensor,
     uniform_B: Tensor,
 ) -> Tensor:
     """Draw one token for each row: (B,) int64.
 
-    Order of the rules: temperature, then top-k, then top-p on what is left. A row is a function of
+    Order of the rules: temperature, top-k, top-p on what is left, min-p. A row is a function of
     its own logits, rules and uniform number alone, and tokens keep their place on the line that the
     number is thrown at, so that a rounding error in a logit moves a border and no more.
 
@@ -29,6 +30,7 @@ def choose_tokens(
         top_k_B: int64, how many of the most likely tokens are left (ties: lower ids); 0 leaves all.
         top_p_B: the smallest set of most likely tokens whose mass reaches this is left, with the
             token that crosses it; 1 leaves all.
+        min_p_B: tokens with less than this share of the likeliest one's probability are left out.
         uniform_B: float64 in [0, 1).
     """
     greedy_B = logits_BV.argmax(-1)
@@ -40,7 +42,39 @@ def choose_tokens(
     if bool((top_k_B > 0).any()) or bool((top_p_B < 1).any()):
         kept_BV = most_likely(scaled_BV, top_k_B=top_k_B, top_p_B=top_p_B)
         scaled_BV = scaled_BV.masked_fill(~kept_BV, float("-inf"))
+    if bool((min_p_B > 0).any()):
+        # The likeliest token, which no rule takes away, has the scaled logit 0.
+        least_B = min_p_B.double().log()
+        scaled_BV = scaled_BV.masked_fill(scaled_BV < least_B[:, None], float("-inf"))
     return torch.where(temperature_B == 0, greedy_B, draw(scaled_BV.softmax(-1), uniform_B))
+
+
+def penalized(
+    logits_BV: Tensor,
+    *,
+    counts_BV: Tensor,
+    in_prompt_BV: Tensor,
+    repetition_B: Tensor,
+    presence_B: Tensor,
+    frequency_B: Tensor,
+) -> Tensor:
+    """Logits (B, V) that hold against tokens that they were said before.
+
+    Args:
+        logits_BV: any floats.
+        counts_BV: how often each answer has each token so far.
+        in_prompt_BV: bool, which tokens each prompt has.
+        repetition_B: divides the logits of tokens that prompt or answer has, multiplies negative
+            ones (Keskar et al. 2019, arXiv:1909.05858, section 4.1).
+        presence_B: taken off, after that, where the answer has the token.
+        frequency_B: taken off as often as the answer has it.
+    """
+    in_answer_BV = counts_BV > 0
+    factor_B1 = repetition_B.to(logits_BV)[:, None]
+    repeated_BV = torch.where(logits_BV > 0, logits_BV / factor_B1, logits_BV * factor_B1)
+    logits_BV = torch.where(in_prompt_BV | in_answer_BV, repeated_BV, logits_BV)
+    off_BV = presence_B[:, None] * in_answer_BV + frequency_B[:, None] * counts_BV
+    return logits_BV - off_BV.to(logits_BV)
 
 
 def most_likely(logits_BV: Tensor, *, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:

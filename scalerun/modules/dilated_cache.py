@@ -5,7 +5,7 @@ B batch, H heads, T new tokens, S slots, R branches, K width of a head.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -182,3 +182,11 @@ class DilatedCache(LayerState):
         if self.keys_BHSK is not None and self.values_BHSK is not None:
             self.keys_BHSK = self.keys_BHSK.index_select(0, order)
             self.values_BHSK = self.values_BHSK.index_select(0, order)
+
+    def join(self, other: Self) -> None:
+        assert self.keys_BHSK is not None
+        assert self.values_BHSK is not None
+        assert other.keys_BHSK is not None
+        assert other.values_BHSK is not None
+        self.keys_BHSK = torch.cat((self.keys_BHSK, other.keys_BHSK))
+        self.values_BHSK = torch.cat((self.values_BHSK, other.values_BHSK))

@@ -8,8 +8,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -19,6 +21,18 @@ class LayerState(ABC):
     @abstractmethod
     def reorder(self, order: Tensor) -> None:
         """Make row i what row ``order[i]`` was; ``order`` may be of another length."""
+
+    @abstractmethod
+    def join(self, other: Self) -> None:
+        """Append the rows of another state of the same layer, which has read something too.
+
+        What holds a slot for each token is aligned at the end: the shorter gets slots ahead of its
+        own, which nobody reads.
+        """
+
+    def drop_first(self, num_tokens: int) -> None:
+        """Forget so many of the first slots, if there is one for each token."""
+        return
 
 
 class KVCache(LayerState):
@@ -61,6 +75,28 @@ class KVCache(LayerState):
         if self.keys_BHSK is not None:
             self._move(self.keys_BHSK.shape[2], order)
 
+    def join(self, other: Self) -> None:
+        length = max(self.length, other.length)
+
+        def joined(own_BHSK: Tensor | None, other_BHSK: Tensor | None) -> Tensor:
+            assert own_BHSK is not None
+            assert other_BHSK is not None
+            own_BHSK = own_BHSK.narrow(2, 0, self.length)
+            other_BHSK = other_BHSK.narrow(2, 0, other.length)
+            # Zeros and not what memory happens to hold: a masked NaN would still be one.
+            sides = (F.pad(x, (0, 0, length - x.shape[2], 0)) for x in (own_BHSK, other_BHSK))
+            return torch.cat(tuple(sides))
+
+        self.keys_BHSK = joined(self.keys_BHSK, other.keys_BHSK)
+        self.values_BHSK = joined(self.values_BHSK, other.values_BHSK)
+        self.length = length
+
+    def drop_first(self, num_tokens: int) -> None:
+        if self.keys_BHSK is not None and self.values_BHSK is not None:
+            self.keys_BHSK = self.keys_BHSK[:, :, num_tokens:]
+            self.values_BHSK = self.values_BHSK[:, :, num_tokens:]
+            self.length -= num_tokens
+
     def _move(self, num_slots: int, order: Tensor | None = None) -> None:
         """Carry the slots in use into buffers of another size."""
         assert self.keys_BHSK is not None
@@ -90,6 +126,27 @@ class SourceCache(LayerState):
             self.keys_BHMK = self.keys_BHMK.index_select(0, order)
             self.values_BHMK = self.values_BHMK.index_select(0, order)
 
+    def join(self, other: Self) -> None:
+        assert self.keys_BHMK is not None
+        assert self.values_BHMK is not None
+        assert other.keys_BHMK is not None
+        assert other.values_BHMK is not None
+        self.keys_BHMK = _joined_at_start(self.keys_BHMK, other.keys_BHMK, dim=2)
+        self.values_BHMK = _joined_at_start(self.values_BHMK, other.values_BHMK, dim=2)
+
+    def keep_first(self, num_tokens: int) -> None:
+        """Forget all but so many of the source's first tokens."""
+        if self.keys_BHMK is not None and self.values_BHMK is not None:
+            self.keys_BHMK = self.keys_BHMK[:, :, :num_tokens]
+            self.values_BHMK = self.values_BHMK[:, :, :num_tokens]
+
+
+def _joined_at_start(first: Tensor, second: Tensor, *, dim: int) -> Tensor:
+    """Rows of both, the shorter along ``dim`` filled up with zeros at its end."""
+    size = max(first.shape[dim], second.shape[dim])
+    behind = [0] * (2 * (first.ndim - 1 - dim) + 1)
+    return torch.cat([F.pad(x, (*behind, size - x.shape[dim])) for x in (first, second)])
+
 
 class BlockState(LayerState):
     """The memory of a block with two mixers: its own sequence's and the source's."""
@@ -101,6 +158,13 @@ class BlockState(LayerState):
     def reorder(self, order: Tensor) -> None:
         self.mixer.reorder(order)
         self.cross.reorder(order)
+
+    def join(self, other: Self) -> None:
+        self.mixer.join(other.mixer)
+        self.cross.join(other.cross)
+
+    def drop_first(self, num_tokens: int) -> None:
+        self.mixer.drop_first(num_tokens)
 
 
 @dataclass(frozen=True)
@@ -119,6 +183,28 @@ class EncodedSource:
             self.features_BMD.index_select(0, order),
             None if padding is None else padding.index_select(0, order),
         )
+
+    def joined(self, other: EncodedSource) -> EncodedSource:
+        """With the rows of another behind; the shorter sources are padded at their ends."""
+        features_BMD = _joined_at_start(self.features_BMD, other.features_BMD, dim=1)
+        padding_BM = torch.ones(
+            features_BMD.shape[:2], dtype=torch.bool, device=features_BMD.device
+        )
+        first = 0
+        for each in (self, other):
+            batch, length, _ = each.features_BMD.shape
+            padding = False if each.padding_BM is None else each.padding_BM
+            padding_BM[first : first + batch, :length] = padding
+            first += batch
+        return EncodedSource(features_BMD, padding_BM)
+
+    def without_common_padding(self) -> EncodedSource:
+        """Without the last tokens, where they are padding in every row."""
+        if self.padding_BM is None:
+            return self
+        used_M = (~self.padding_BM).any(0).nonzero()
+        length = int(used_M[-1]) + 1 if len(used_M) else 1
+        return EncodedSource(self.features_BMD[:, :length], self.padding_BM[:, :length])
 
 
 class IncrementalState:
@@ -168,39 +254,99 @@ class IncrementalState:
         """
         start, end = self.length, self.length + num_tokens
         if padding_BT is None and self._padding_BS is None:
-            if self._index_1S is None:
-                self._index_1S = torch.arange(self.max_length, device=device).unsqueeze(0)
+            if self._index_1S is None or self._index_1S.shape[1] < end:
+                size = min(2 * end, self.max_length)
+                self._index_1S = torch.arange(size, device=device).unsqueeze(0)
             return self._index_1S[:, start:end], self._index_1S[:, :end], None
-        if self._padding_BS is None or self._positions_BS is None:
-            shape = (self.batch_size, self.max_length)
-            self._padding_BS = torch.zeros(shape, dtype=torch.bool, device=device)
-            self._positions_BS = torch.arange(self.max_length, device=device).repeat(shape[0], 1)
-        self._padding_BS[:, start:end] = False if padding_BT is None else padding_BT
-        counts = (~self._padding_BS[:, :end]).cumsum(1) - 1
-        self._positions_BS[:, start:end] = counts[:, start:].clamp_min(0)
-        keys = self._positions_BS[:, :end]
-        return keys[:, start:], keys, self._padding_BS[:, :end]
+        shape = (self.batch_size, num_tokens)
+        if padding_BT is None:
+            padding_BT = torch.zeros(shape, dtype=torch.bool, device=device)
+        before_BS, keys_BS = self._placed(device)
+        seen_B1 = (~before_BS).sum(1, keepdim=True)
+        new_BT = (seen_B1 + (~padding_BT).cumsum(1) - 1).clamp_min(0)
+        self._padding_BS = torch.cat((before_BS, padding_BT), 1)
+        self._positions_BS = torch.cat((keys_BS, new_BT), 1)
+        return new_BT, self._positions_BS, self._padding_BS
+
+    def _placed(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Which tokens so far are padding, and where they stand: (B, S) each."""
+        if self._padding_BS is not None and self._positions_BS is not None:
+            # A call that failed half-way may have left more.
+            return self._padding_BS[:, : self.length], self._positions_BS[:, : self.length]
+        shape = (self.batch_size, self.length)
+        padding_BS = torch.zeros(shape, dtype=torch.bool, device=device)
+        return padding_BS, torch.arange(self.length, device=device).repeat(shape[0], 1)
 
     def advance(self, num_tokens: int) -> None:
         """Count tokens whose states all layers now hold."""
         self.length += num_tokens
 
     def reorder(self, order: Tensor, *, source_moves: bool = True) -> None:
-        """Make sequence i what sequence ``order[i]`` was, as beam search needs it.
+        """Make sequence i what sequence ``order[i]`` was, and forget what is padding in all.
 
         Args:
             order: (new batch size,) int64; a sequence may be repeated or left out.
             source_moves: False where each sequence reads the same source as the one that was in
                 its place, so that nothing of the source needs to be copied.
         """
+        if self._padding_BS is not None and self._positions_BS is not None:
+            self._padding_BS = self._padding_BS[:, : self.length].index_select(0, order)
+            self._positions_BS = self._positions_BS[:, : self.length].index_select(0, order)
+        self.batch_size = order.shape[0]
+        self._drop_common_padding()
         for layer in self.layers:
             if isinstance(layer, BlockState) and not source_moves:
                 layer.mixer.reorder(order)
             else:
                 layer.reorder(order)
         if self.source is not None and source_moves:
-            self.source = self.source.reorder(order)
-        if self._padding_BS is not None and self._positions_BS is not None:
-            self._padding_BS = self._padding_BS.index_select(0, order)
-            self._positions_BS = self._positions_BS.index_select(0, order)
-        self.batch_size = order.shape[0]
+            self.source = self.source.reorder(order).without_common_padding()
+            for layer in self.layers:
+                if isinstance(layer, BlockState) and isinstance(layer.cross, SourceCache):
+                    layer.cross.keep_first(self.source.features_BMD.shape[1])
+
+    def join(self, other: IncrementalState) -> None:
+        """Append the sequences of another state of the same model, as if all had begun together.
+
+        The other state must not be used any more. Both must have the same ``max_length``.
+
+        Raises:
+            ValueError: the limits differ, or one has read nothing, or only one has a source.
+        """
+        if self.max_length != other.max_length:
+            raise ValueError(f"max_length {self.max_length} is not {other.max_length}")
+        if self.length == 0 or other.length == 0:
+            raise ValueError("a state that has read nothing cannot be joined")
+        if (self.source is None) != (other.source is None):
+            raise ValueError("sequences with and without a source cannot be joined")
+        for layer, others in zip(self.layers, other.layers, strict=True):
+            layer.join(others)
+        if self.source is not None and other.source is not None:
+            self.source = self.source.joined(other.source)
+        self._join_places(other)
+
+    def _join_places(self, other: IncrementalState) -> None:
+        length = max(self.length, other.length)
+        known = [each._padding_BS for each in (self, other) if each._padding_BS is not None]
+        indices = [each._index_1S for each in (self, other) if each._index_1S is not None]
+        if known or self.length != other.length:
+            device = (known or indices)[0].device
+            sides = [(each._placed(device), length - each.length) for each in (self, other)]
+            self._padding_BS = torch.cat([F.pad(x, (n, 0), value=True) for (x, _), n in sides])
+            self._positions_BS = torch.cat([F.pad(x, (n, 0)) for (_, x), n in sides])
+        self.length = length
+        self.batch_size += other.batch_size
+
+    def _drop_common_padding(self) -> None:
+        """Forget the first tokens, where they are padding in every sequence."""
+        if self._padding_BS is None or self._positions_BS is None:
+            return
+        # Where the first real token of the sequence that begins first stands.
+        count = int(self._padding_BS.long().cumprod(1).sum(1).min())
+        for layer in self.layers if count else ():
+            layer.drop_first(count)
+        self._padding_BS = self._padding_BS[:, count:]
+        self._positions_BS = self._positions_BS[:, count:]
+        self.length -= count
+        if not bool(self._padding_BS.any()):
+            self._padding_BS = self._positions_BS = None

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +65,11 @@ class RetentionState(LayerState):
     def reorder(self, order: Tensor) -> None:
         if self.memory_BHKV is not None:
             self.memory_BHKV = self.memory_BHKV.index_select(0, order)
+
+    def join(self, other: Self) -> None:
+        assert self.memory_BHKV is not None
+        assert other.memory_BHKV is not None
+        self.memory_BHKV = torch.cat((self.memory_BHKV, other.memory_BHKV))
 
 
 class Retention(Mixer):

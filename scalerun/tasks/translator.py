@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.ranges import at_least
 from scalerun.dataclass.sampling_params import MAX_BEAM, SamplingParams
-from scalerun.generation.continuation import Generation
+from scalerun.generation.events import Generation
 from scalerun.generation.sequence_generator import SequenceGenerator
 from scalerun.models.encoder_decoder import EncoderDecoder
 
