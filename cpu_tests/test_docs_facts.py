@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scalerun.dataclass.foreign_flags import LEFT_OUT, READ_AS, REFUSED, VALUES_READ_AS
+from scalerun.dataclass.sampling_params import SamplingParams
 from scalerun.models import ARCH_REGISTRY
 from scalerun.models.torchscale.moe import MOE
 from scalerun.models.torchscale.translate import DECODER, SHARED
@@ -85,6 +86,12 @@ def test_the_keys_of_the_json_files_are_those_on_the_pages(run, run_folder, tmp_
     ask = run("interactive_cli", "--path", run_folder, "--cpu", "--json", stdin="the\n")
     documented = [name for row in rows(section(page("generation"), "JSON"))[1:] for name in row[:1]]
     assert list(json.loads(ask.stdout)) == [key for cell in documented for key in names(cell)]
+
+
+def test_the_parameters_of_generation_are_those_on_the_page():
+    table = rows(section(page("generation"), "Parameters"))[1:]
+    documented = [name for row in table for name in names(row[0])]
+    assert sorted(documented) == sorted(field.name for field in fields(SamplingParams))
 
 
 def test_the_presets_are_those_on_the_page():

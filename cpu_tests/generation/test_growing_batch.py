@@ -4,13 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from cpu_tests.generation.tiny_models import ARCHITECTURES, tiny_model
 from scalerun.generation.growing_batch import GrowingBatch
 from scalerun.models.base_model import BaseModel, build_model
+from scalerun.models.encoder_decoder import EncoderDecoder
 from scalerun.models.transformer_config import TransformerConfig
+from scalerun.models.transformer_decoder import TransformerDecoder
 from scalerun.models.transformer_lm import TransformerLM
 from scalerun.models.transformer_mt import TransformerMT, TransformerMTConfig
 
 PAD, EOS, VOCAB = 1, 2, 11
+VOCABULARY = 16
 PROMPTS = [[EOS], [EOS, 5, 6]]
 SOURCES = [[7, 8, 9, EOS], [4, EOS]]
 SIZES = [("embed_dim", 16), ("attention_heads", 2), ("ffn_embed_dim", 32), ("layers", 1)]
@@ -53,32 +57,76 @@ def test_reading_token_by_token_is_one_pass_over_all() -> None:
         torch.testing.assert_close(row, whole, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("sides", [("decoder",), ("encoder", "decoder")])
+@pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.no_grad()
-def test_who_joins_on_the_way_is_read_as_if_alone(sides: tuple[str, ...]) -> None:
-    model = model_of(*sides)
-    assert isinstance(model, TransformerLM | TransformerMT)
-    sources = SOURCES if len(sides) == 2 else [None, None]
+def test_who_joins_on_the_way_is_read_as_if_alone(name: str) -> None:
+    model = tiny_model(name)
+    has_source = isinstance(model, EncoderDecoder)
+    generator = torch.Generator().manual_seed(3)
 
-    def logits(i: int, tokens: list[int]) -> Tensor:
-        inputs = [torch.tensor([[*PROMPTS[i], *tokens]])]
-        if sources[i] is not None:
-            inputs.insert(0, torch.tensor([sources[i]]))
-        return model(*inputs).logits[0]
+    def drawn(count: int) -> list[int]:
+        return torch.randint(4, VOCABULARY, (count,), generator=generator).tolist()
 
-    for first, second in ((0, 1), (1, 0)):
-        batch = GrowingBatch(model, pad=PAD)
-        whole = batch.add([PROMPTS[first]], sources[0] and [sources[first]], all_logits=True)
-        torch.testing.assert_close(whole[0], logits(first, []), atol=1e-5, rtol=0)
-        batch.read([4])
-        found = batch.add([PROMPTS[second]], sources[0] and [sources[second]])
-        torch.testing.assert_close(found[0], logits(second, [])[-1], atol=1e-5, rtol=0)
-        found = batch.read([5, 6])
-        torch.testing.assert_close(found[0], logits(first, [4, 5])[-1], atol=1e-5, rtol=0)
-        torch.testing.assert_close(found[1], logits(second, [6])[-1], atol=1e-5, rtol=0)
-        batch.keep([1])
-        found = batch.read([7])
-        torch.testing.assert_close(found[0], logits(second, [6, 7])[-1], atol=1e-5, rtol=0)
+    rows = [[EOS, *drawn(n)] for n in (12, 1, 5, 0, 20)]
+    sources = [[*drawn(n), EOS] for n in (2, 7, 0, 4, 9)]
+    batch, live = GrowingBatch(model, pad=PAD), []
+
+    def check(found: Tensor, mine: list[int]) -> None:
+        for logits, row in zip(found, mine, strict=True):
+            inputs = [torch.tensor([rows[row]])]
+            inputs = [torch.tensor([sources[row]]), *inputs] if has_source else inputs
+            torch.testing.assert_close(logits, model(*inputs).logits[0, -1], atol=1e-4, rtol=1e-4)
+
+    def add(*mine: int) -> None:
+        read = [sources[row] for row in mine] if has_source else None
+        check(batch.add([rows[row] for row in mine], read), list(mine))
+        live.extend(mine)
+
+    def read(times: int) -> None:
+        for _ in range(times):
+            tokens = drawn(len(live))
+            for row, token in zip(live, tokens, strict=True):
+                rows[row] = [*rows[row], token]
+            check(batch.read(tokens), live)
+
+    def keep(*order: int) -> None:
+        batch.keep(order)
+        live[:] = [live[i] for i in order]
+
+    add(0, 1)
+    read(3)
+    add(2)  # shorter than the longest
+    read(2)
+    keep(1, 2)  # the longest leaves
+    assert batch.num_columns == max(len(rows[row]) for row in live)
+    read(1)
+    add(3, 4)  # longer than all, beside shorter
+    read(2)
+    keep(3, 0)
+    assert batch.num_columns == len(rows[4])
+    read(9)
+    keep(1)
+    assert batch.num_columns == len(rows[1])
+    read(2)
+
+
+@pytest.mark.parametrize("name", ["rotary", "translator", "retnet"])
+@torch.no_grad()
+def test_what_one_sequence_cannot_compute_stays_its_own(name: str) -> None:
+    model = tiny_model(name)
+    sources = [[5, EOS], [6, 7, 8, EOS]] if isinstance(model, EncoderDecoder) else None
+    prompts = [[EOS, 5], [EOS, 6, 7, 8, 9]]
+    good, damaged = GrowingBatch(model, pad=PAD), GrowingBatch(model, pad=PAD)
+    good.add(prompts, sources)
+    expected = [good.read([5, 15])[0], good.read([6, 7])[0]]
+    decoder = model.decoder if isinstance(model, EncoderDecoder) else model
+    assert isinstance(decoder, TransformerDecoder)
+    assert decoder.output_projection is not None
+    damaged.add(prompts, sources)
+    decoder.embedding.tokens.weight[15] = torch.nan
+    for found, truth in zip([damaged.read([5, 15]), damaged.read([6, 7])], expected, strict=True):
+        assert found[1].isnan().all()
+        torch.testing.assert_close(found[0], truth)
 
 
 @pytest.mark.parametrize("sides", [("decoder",), ("encoder", "decoder")])

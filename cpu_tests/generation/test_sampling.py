@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scalerun.generation.sampling import choose_tokens, draw, most_likely
+from scalerun.generation.sampling import choose_tokens, draw, most_likely, penalized
 
 PROBABILITIES = [0.1, 0.5, 0.15, 0.25]
 
@@ -68,6 +68,36 @@ def test_top_p_counts_the_mass_that_top_k_has_left() -> None:
     # Of the two left the first has 2/3.
     assert left_over(top_k=2, top_p=0.66) == {1}
     assert left_over(top_k=2, top_p=0.67) == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("min_p", "kept"), [(0.0, {0, 1, 2, 3}), (0.19, {0, 1, 2, 3}), (0.21, {1, 2, 3}), (1.0, {1})]
+)
+def test_min_p_leaves_what_has_that_share_of_the_likeliest(min_p: float, kept: set[int]) -> None:
+    points = [(i + 0.5) / 100 for i in range(100)]
+    assert {choose(PROBABILITIES, point, min_p=min_p) for point in points} == kept
+
+
+def test_min_p_looks_at_the_tempered_distribution() -> None:
+    # At temperature 1/2 the shares of the likeliest are squared: 0.3 becomes 0.09.
+    points = [(i + 0.5) / 100 for i in range(100)]
+    kept = {choose(PROBABILITIES, point, temperature=0.5, min_p=0.1) for point in points}
+    assert kept == {1, 3}
+
+
+def test_penalties_are_those_of_their_formulas() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0, -1.0, 3.0, 0.0]])
+    found = penalized(
+        logits,
+        counts_BV=torch.tensor([[0.0, 0.0, 3.0, 1.0, 0.0, 2.0]]).double(),
+        in_prompt_BV=torch.tensor([[True, True, True, False, False, False]]),
+        repetition_B=torch.tensor([2.0]).double(),
+        presence_B=torch.tensor([0.5]).double(),
+        frequency_B=torch.tensor([0.25]).double(),
+    )
+    # Divided, or multiplied if negative; then 0.5 and 0.25 for each time off what was answered.
+    expected = [1.0, -4.0, 0.5 - 0.5 - 0.75, -2.0 - 0.5 - 0.25, 3.0, -0.5 - 0.5]
+    assert found.tolist() == [pytest.approx(expected)]
 
 
 def test_of_equal_tokens_the_lower_ids_stay() -> None:

@@ -70,6 +70,8 @@ def test_what_is_padding_in_all_rows_that_are_left_is_forgotten() -> None:
     queries, _, left = state.place(None, num_tokens=1, device=CPU)
     all_keys, _ = cache.append(keys[:2, :, :1], keys[:2, :, :1], start=3)
     assert torch.equal(all_keys[:, :, :3], keys[[2, 1], :, 1:])
+    assert cache.keys_BHSK is not None
+    assert cache.keys_BHSK.shape[2] <= 2 * 4
     assert left is not None
     assert left.tolist() == [[False] * 4, [True, True, False, False]]
     assert queries.tolist() == [[3], [1]]

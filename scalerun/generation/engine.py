@@ -6,6 +6,7 @@ N sequences, B of them new, T tokens, K alternatives, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -228,7 +229,11 @@ class Engine:
         if not scored:
             return logits
         for each, logits_TV in zip(newcomers, logits, strict=True):
-            each.prompt_scored(_prompt_score(each, logits_TV[-len(each.inputs) :]))
+            score = _prompt_score(each, logits_TV[-len(each.inputs) :])
+            if any(map(math.isnan, score.logprobs)):
+                each.fail(_not_finite())
+                continue
+            each.prompt_scored(score)
             if each.params.max_new_tokens == 0 and isinstance(each, Draws):
                 each.finish_empty()
         return logits[:, -1].float()

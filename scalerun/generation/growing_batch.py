@@ -43,6 +43,11 @@ class GrowingBatch:
     def __len__(self) -> int:
         return len(self._roots)
 
+    @property
+    def num_columns(self) -> int:
+        """Tokens that there are states of for each sequence: those of the longest."""
+        return 0 if self._state is None else self._state.length
+
     def add(
         self,
         prompts: Sequence[Sequence[int]],

@@ -73,7 +73,8 @@ class KVCache(LayerState):
 
     def reorder(self, order: Tensor) -> None:
         if self.keys_BHSK is not None:
-            self._move(self.keys_BHSK.shape[2], order)
+            # Room that a longer sequence needed, which has left, is given back.
+            self._move(min(self.keys_BHSK.shape[2], 2 * self.length), order)
 
     def join(self, other: Self) -> None:
         length = max(self.length, other.length)
@@ -224,6 +225,7 @@ class IncrementalState:
         """Tokens (padding included) that every sequence has so far."""
         self.source: EncodedSource | None = None
         """What the decoder's cross-attention reads."""
+        self._device: torch.device | None = None
         self._index_1S: Tensor | None = None
         self._padding_BS: Tensor | None = None
         self._positions_BS: Tensor | None = None
@@ -252,6 +254,7 @@ class IncrementalState:
         Padding does not count: the first real token of a row stands at 0. Without any padding so
         far, rows agree, and the results are (1, T), (1, S) and None; else (B, T), (B, S), (B, S).
         """
+        self._device = device
         start, end = self.length, self.length + num_tokens
         if padding_BT is None and self._padding_BS is None:
             if self._index_1S is None or self._index_1S.shape[1] < end:
@@ -261,21 +264,21 @@ class IncrementalState:
         shape = (self.batch_size, num_tokens)
         if padding_BT is None:
             padding_BT = torch.zeros(shape, dtype=torch.bool, device=device)
-        before_BS, keys_BS = self._placed(device)
+        before_BS, keys_BS = self._placed()
         seen_B1 = (~before_BS).sum(1, keepdim=True)
         new_BT = (seen_B1 + (~padding_BT).cumsum(1) - 1).clamp_min(0)
         self._padding_BS = torch.cat((before_BS, padding_BT), 1)
         self._positions_BS = torch.cat((keys_BS, new_BT), 1)
         return new_BT, self._positions_BS, self._padding_BS
 
-    def _placed(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _placed(self) -> tuple[Tensor, Tensor]:
         """Which tokens so far are padding, and where they stand: (B, S) each."""
         if self._padding_BS is not None and self._positions_BS is not None:
             # A call that failed half-way may have left more.
             return self._padding_BS[:, : self.length], self._positions_BS[:, : self.length]
         shape = (self.batch_size, self.length)
-        padding_BS = torch.zeros(shape, dtype=torch.bool, device=device)
-        return padding_BS, torch.arange(self.length, device=device).repeat(shape[0], 1)
+        padding_BS = torch.zeros(shape, dtype=torch.bool, device=self._device)
+        return padding_BS, torch.arange(self.length, device=self._device).repeat(shape[0], 1)
 
     def advance(self, num_tokens: int) -> None:
         """Count tokens whose states all layers now hold."""
@@ -327,11 +330,10 @@ class IncrementalState:
 
     def _join_places(self, other: IncrementalState) -> None:
         length = max(self.length, other.length)
-        known = [each._padding_BS for each in (self, other) if each._padding_BS is not None]
-        indices = [each._index_1S for each in (self, other) if each._index_1S is not None]
-        if known or self.length != other.length:
-            device = (known or indices)[0].device
-            sides = [(each._placed(device), length - each.length) for each in (self, other)]
+        both = (self, other)
+        padded = any(each._padding_BS is not None for each in both)
+        if padded or self.length != other.length:
+            sides = [(each._placed(), length - each.length) for each in both]
             self._padding_BS = torch.cat([F.pad(x, (n, 0), value=True) for (x, _), n in sides])
             self._positions_BS = torch.cat([F.pad(x, (n, 0)) for (_, x), n in sides])
         self.length = length
