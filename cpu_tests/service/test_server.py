@@ -154,14 +154,25 @@ def test_a_signal_lets_answers_end_and_takes_no_more(serving, signum, code):
         assert "Traceback" not in server.stderr
 
 
-def test_what_does_not_end_in_time_is_broken_off_and_told(serving):
-    with serving("--shutdown-timeout", 0.1) as server:
+@pytest.mark.parametrize(("timeout", "num_signals"), [(0.1, 1), (60, 2)])
+def test_what_does_not_end_in_time_is_broken_off_and_told(serving, timeout, num_signals):
+    with serving("--shutdown-timeout", timeout) as server:
         found = []
         body = {**LONG, "n": 4, "stream": True}
         thread = threading.Thread(target=lambda: found.extend(streamed(server, body)))
         thread.start()
         wait_until_live(server, 4)
-        server.command.send(signal.SIGTERM)
+        for _ in range(num_signals):
+            server.command.send(signal.SIGTERM)
+            time.sleep(0.1)
         thread.join()
         assert json.loads(found[-1])["error"]["code"] == "stopping"
         assert server.command.wait() == 0
+        assert "Traceback" not in server.stderr
+
+
+def test_a_server_without_requests_rests(server):
+    server.wait_until_idle()
+    before = server.metric("process_cpu_seconds_total")
+    time.sleep(1)
+    assert server.metric("process_cpu_seconds_total") - before < 0.15

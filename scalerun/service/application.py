@@ -82,7 +82,7 @@ class Service:
         self.limits = limits
         self.metrics = metrics
         self.deadlines = Deadlines(limits.request_seconds)
-        self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
+        self._api_key = None if api_key is None else api_key.encode()
 
     def drain(self, seconds: float) -> None:
         """Take no more requests; those under way have so long to end."""
@@ -97,10 +97,12 @@ class Service:
         """
         if request.headers.get("sec-fetch-site") == "cross-site":
             raise ApiError(403, "pages of other sites may not use this server", code="cross_site")
-        if self._authorization is None:
+        if self._api_key is None:
             return
-        shown = request.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(shown, self._authorization):
+        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+        # The bytes that came: headers are read as Latin-1.
+        right = hmac.compare_digest(shown.strip().encode("latin-1"), self._api_key)
+        if scheme.lower() != "bearer" or not right:
             raise ApiError(
                 401,
                 "this server needs its API key, as the header 'Authorization: Bearer KEY'",

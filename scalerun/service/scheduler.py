@@ -14,6 +14,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+import torch
+
+from scalerun.dataclass.errors import UserError
 from scalerun.generation.engine import Engine, Ticket
 from scalerun.generation.events import Event, FailedEvent, FinishedEvent, TokenEvent
 from scalerun.generation.request import Request
@@ -100,6 +103,7 @@ class Scheduler:
         self.max_queue = max_queue
         self.is_stopping = False
         self.is_broken = False
+        self.fault: UserError | None = None
         self._autocast = autocast
         self._metrics = metrics
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -233,8 +237,13 @@ class Scheduler:
                 self._metrics.live_rows.set(self.engine.num_live)
                 self._flush()
             done = True
+        except torch.OutOfMemoryError as error:
+            self.fault = UserError(
+                f"out of memory: {str(error).splitlines()[0]}; lower --max-num-seqs or "
+                "--max-num-tokens"
+            )
         finally:
-            # Not caught: the traceback of a fault belongs into the log. Clients hear of it too.
+            # What is not caught leaves its traceback in the log. Clients hear of it either way.
             if not done:
                 self._break_down()
 

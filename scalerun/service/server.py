@@ -57,16 +57,16 @@ class _Server(uvicorn.Server):
         """The first signal ends the server in good order, a second one at once."""
         if self.signum is not None:
             self.force_exit = True
-            self.service.drain(0.0)
-            return
-        self.signum = sig
-        self.end()
+            self.end(0.0)
+        else:
+            self.signum = sig
+            self.end(self.shutdown_seconds)
 
-    def end(self) -> None:
-        """Stop accepting; what is under way has its time to end. May be called by any thread."""
+    def end(self, seconds: float = 0.0) -> None:
+        """Stop accepting; what is under way has so long to end. May be called by any thread."""
         self.should_exit = True
         if self.loop is not None:
-            self.loop.call_soon_threadsafe(self.service.drain, self.shutdown_seconds)
+            self.loop.call_soon_threadsafe(self.service.drain, seconds)
 
 
 def serve(
@@ -85,6 +85,9 @@ def serve(
 
     Returns:
         The exit code: 0 after SIGTERM, 130 after SIGINT, 1 where the engine broke down.
+
+    Raises:
+        UserError: the memory was too small.
     """
     metrics = ServiceMetrics()
     scheduler = Scheduler(engine, max_queue=settings.max_queue, autocast=autocast, metrics=metrics)
@@ -110,6 +113,8 @@ def serve(
         server.run(sockets=[listener])
     finally:
         scheduler.close()
+    if scheduler.fault is not None:
+        raise scheduler.fault
     if scheduler.is_broken:
         return 1
     return 130 if server.signum == signal.SIGINT else 0
