@@ -38,15 +38,31 @@ class Server:
     def stderr(self):
         return self.command.stderr
 
-    def client(self, **settings):
-        return httpx.Client(base_url=self.url, timeout=60, **settings)
+    @functools.cached_property
+    def http(self):
+        """One client for all requests: to make one takes longer than most answers."""
+        return httpx.Client(base_url=self.url, timeout=60)
+
+    def get(self, path, **settings):
+        return self.http.get(path, **settings)
 
     def post(self, body, path="/v1/completions", **settings):
-        return httpx.post(self.url + path, json=body, timeout=60, **settings)
+        return self.http.post(path, json=body, **settings)
+
+    def send(self, content):
+        """A body as it is, which may be no JSON."""
+        return self.http.post("/v1/completions", content=content)
+
+    def streamed(self, body):
+        """The data of all events of a stream."""
+        with self.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        assert all(line.startswith("data: ") for line in lines)
+        return [line.removeprefix("data: ") for line in lines]
 
     def metric(self, name, **labels):
         """The value of a sample; 0 where it has not been counted yet."""
-        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text)
+        families = text_string_to_metric_families(self.get("/metrics").text)
         samples = [sample for family in families for sample in family.samples]
         found = [s.value for s in samples if s.name == name and labels.items() <= s.labels.items()]
         return sum(found)

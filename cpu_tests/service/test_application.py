@@ -1,7 +1,6 @@
 import json
 import re
 
-import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -178,7 +177,7 @@ def test_metaseqs_paths_lead_to_the_same(server, path):
 @pytest.mark.parametrize(("change", "param"), WRONG.values(), ids=WRONG)
 def test_a_malformed_body_is_a_400_with_the_fields_name(server, change, param):
     body = json.dumps({"prompt": "a", **change})
-    answer = httpx.post(f"{server.url}/v1/completions", content=body)
+    answer = server.send(body)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -188,7 +187,7 @@ def test_a_malformed_body_is_a_400_with_the_fields_name(server, change, param):
 
 @pytest.mark.parametrize("body", [*NO_JSON.values(), *NO_OBJECT.values()], ids=NO_JSON | NO_OBJECT)
 def test_a_body_that_is_no_json_object_is_a_400(server, body):
-    answer = httpx.post(f"{server.url}/v1/completions", content=body)
+    answer = server.send(body)
     assert answer.status_code == 400
     assert "body" in answer.json()["error"]["message"]
     assert not INTERNALS.search(answer.text)
@@ -224,12 +223,11 @@ def test_the_beginning_of_a_long_prompt_can_be_dropped(server):
 
 
 def test_other_paths_and_methods_are_refused_as_json(server):
-    with server.client() as client:
-        assert client.get("/nothing").json()["error"]["type"] == "invalid_request_error"
-        assert client.get("/nothing").status_code == 404
-        assert client.get("/v1/completions").status_code == 405
-        assert client.get("/v1/completions").headers["allow"] == "POST"
-        assert client.get("/docs").status_code == 404
+    assert server.get("/nothing").json()["error"]["type"] == "invalid_request_error"
+    assert server.get("/nothing").status_code == 404
+    assert server.get("/v1/completions").status_code == 405
+    assert server.get("/v1/completions").headers["allow"] == "POST"
+    assert server.get("/docs").status_code == 404
 
 
 def test_pages_of_other_sites_are_refused(server):
@@ -247,7 +245,7 @@ def test_metrics_count_requests_and_tokens(server):
     server.post({"prompt": 3})
     assert server.metric("scalerun_generated_tokens_total") - before == 7 + 15
     assert server.metric("scalerun_requests_total", **wrong) == refused + 1
-    text = httpx.get(f"{server.url}/metrics").text
+    text = server.get("/metrics").text
     names = {family.name for family in text_string_to_metric_families(text)}
     assert {
         "scalerun_requests",
@@ -262,13 +260,12 @@ def test_metrics_count_requests_and_tokens(server):
 
 
 def test_paths_that_lead_nowhere_do_not_fill_the_metrics(server):
-    with server.client() as client:
-        for i in range(20):
-            client.get(f"/nothing/{i}")
+    for i in range(20):
+        server.get(f"/nothing/{i}")
     assert server.metric("scalerun_requests_total", route="other") >= 20
-    assert "/nothing" not in httpx.get(f"{server.url}/metrics").text
+    assert "/nothing" not in server.get("/metrics").text
 
 
 def test_health_says_that_all_is_well(server):
-    answer = httpx.get(f"{server.url}/health")
+    answer = server.get("/health")
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})

@@ -6,7 +6,6 @@ import statistics
 import threading
 import time
 
-import httpx
 import openai
 import pytest
 
@@ -77,7 +76,7 @@ def kill_clients(server, times):
     for _ in range(times):
         body = {"prompt": "Line", "max_tokens": LONG_ANSWER, "stream": True, "temperature": 0}
         body["min_tokens"] = LONG_ANSWER
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+        with server.http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             assert json.loads(next(lines).removeprefix("data: "))["choices"][0]["text"]
         server.wait_until_idle()

@@ -181,9 +181,8 @@ def test_a_key_is_asked_for_and_used(browser, serving):
 
 
 def test_nothing_can_be_loaded_from_elsewhere(server):
-    with server.client() as client:
-        for path in ("/", "/page/page.css", "/page/page.js"):
-            answer = client.get(path)
-            assert "default-src 'none'" in answer.headers["content-security-policy"]
-            assert not re.search(r"https?://", answer.text)
-        assert client.head("/").status_code == 200
+    for path in ("/", "/page/page.css", "/page/page.js"):
+        answer = server.get(path)
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert not re.search(r"https?://", answer.text)
+    assert server.http.head("/").status_code == 200
