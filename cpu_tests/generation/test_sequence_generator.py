@@ -1,6 +1,5 @@
 import itertools
 import math
-from collections.abc import Iterable
 from typing import Any, Self
 
 import pytest
@@ -8,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from cpu_tests.generation.tiny_models import EOS, A, Letters
 from cpu_tests.world import run_world
 from scalerun.data.tokenizers.base_tokenizer import BaseTokenizer
 from scalerun.data.tokenizers.byte_tokenizer import ByteTokenizer
-from scalerun.data.tokenizers.dictionary import Dictionary
 from scalerun.dataclass.configs import DistributedConfig
 from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.sampling_params import SamplingParams
@@ -27,29 +26,9 @@ from scalerun.models.transformer_lm import TransformerLM
 from scalerun.models.transformer_mt import TransformerMT, TransformerMTConfig
 from scalerun.modules.incremental_state import IncrementalState, LayerState
 
-BOS, PAD, EOS, UNK, A = range(5)
 NUM_LETTERS = 4
-SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 BYTES = ByteTokenizer()
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12)
-
-
-class Letters(BaseTokenizer):
-    """a, b, c, d."""
-
-    def __init__(self, letters: str = "abcd") -> None:
-        self.letters = letters
-        self.dictionary = Dictionary(A + len(letters), BOS, PAD, EOS, UNK, digest="letters")
-        self.files = {}
-
-    def encode(self, text: str) -> list[int]:
-        return [A + self.letters.index(letter) for letter in text]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return "".join(self.letters[i - A] for i in ids if A <= i < A + len(self.letters))
-
-    def token_text(self, index: int) -> str:
-        return SPECIALS[index] if index < A else self.decode([index])
 
 
 class History(LayerState):
@@ -126,7 +105,7 @@ class ToyDecoder(BaseDecoder):
 
 
 def toy(seed: int = 0, **settings: Any) -> SequenceGenerator:
-    tokenizer = Letters()
+    tokenizer = Letters("abcd")
     return SequenceGenerator(
         ToyDecoder(len(tokenizer.dictionary), seed=seed, **settings), tokenizer
     )
@@ -594,6 +573,24 @@ def test_the_model_is_left_in_the_mode_it_was_in_and_dropout_is_off(training: bo
     assert generator.model.training is training
 
 
+def test_all_answers_can_be_had_and_the_first_is_that_of_generate() -> None:
+    generator = real()
+    params = [
+        SamplingParams(n=3, seed=4, max_new_tokens=6, temperature=2.0),
+        SamplingParams(beam=3, n=2, max_new_tokens=4),
+        SamplingParams(echo=True, max_new_tokens=0),
+    ]
+    prompts = [BYTES.encode(text) for text in ("ab", "a", "abc")]
+    every = generator.hypotheses(prompts, params)
+    assert [len(answers) for answers in every] == [3, 3, 1]
+    first = generator.generate(prompts, params)
+    assert [answers[0].tokens for answers in every] == [answer.tokens for answer in first]
+    assert first[2].prompt is not None
+    for i, (token, logprob) in enumerate(zip(prompts[2], first[2].prompt.logprobs, strict=True)):
+        truth = next_logprobs(generator, prompts[2][:i], [])[token].item()
+        assert logprob == pytest.approx(truth, abs=1e-3)
+
+
 def test_no_prompts_give_no_answers() -> None:
     assert toy().generate([], []) == []
 
@@ -613,7 +610,7 @@ def test_a_translation_is_what_full_passes_over_source_and_target_find(name: str
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_batch_of_sources_gives_what_each_gives_alone(name: str) -> None:
-    generator = translator(Letters(), **SCHEMES[name])
+    generator = translator(Letters("abcd"), **SCHEMES[name])
     params = [
         GREEDY,
         SamplingParams(seed=3, temperature=2.0, min_new_tokens=4, max_new_tokens=9),
@@ -630,7 +627,7 @@ def test_a_batch_of_sources_gives_what_each_gives_alone(name: str) -> None:
 
 
 def test_the_source_is_encoded_once_for_all_hypotheses() -> None:
-    generator = translator(Letters())
+    generator = translator(Letters("abcd"))
     assert isinstance(generator.model, TransformerMT)
     seen = []
     encoder = generator.model.encoder
@@ -641,14 +638,14 @@ def test_the_source_is_encoded_once_for_all_hypotheses() -> None:
 
 
 def test_a_source_that_is_too_long_is_refused() -> None:
-    generator = translator(Letters())
+    generator = translator(Letters("abcd"))
     with pytest.raises(UserError, match="a source of 21 tokens exceeds the model's 20 source"):
         generator.generate([[]], [GREEDY], sources=[[A] * 21])
 
 
 def test_sources_are_for_encoders_and_encoders_need_them() -> None:
     with pytest.raises(ValueError, match="an encoder-decoder needs sources"):
-        translator(Letters()).generate([[]], [GREEDY])
+        translator(Letters("abcd")).generate([[]], [GREEDY])
     with pytest.raises(ValueError, match="an encoder-decoder needs sources"):
         toy().generate([[]], [GREEDY], sources=[[A]])
 
@@ -666,14 +663,14 @@ def test_ranks_that_share_weights_write_what_one_rank_writes(beam: int) -> None:
 
     def work(rank: int) -> tuple[list[list[int]], bool]:
         ranks = form_ranks(DistributedConfig(), "cpu", local_rank=rank)
-        generator = translator(Letters(), ranks=ranks)
+        generator = translator(Letters("abcd"), ranks=ranks)
         found = texts(generator, slice(0, 1) if rank == 0 else slice(1, 4))
         generator.model(torch.tensor([SOURCES[0]]), torch.tensor([[EOS]])).logits.sum().backward()
         gradients = [parameter.grad for parameter in generator.model.parameters()]
         return found, all(gradient is not None for gradient in gradients)
 
     (first, trains), (second, _) = run_world(2, work)
-    assert first + second == texts(translator(Letters()), slice(0, 4))
+    assert first + second == texts(translator(Letters("abcd")), slice(0, 4))
     assert trains
 
 
@@ -684,7 +681,7 @@ def test_a_compiled_model_is_not_compiled_anew_for_every_length() -> None:
         compiled.append(graph)
         return graph.forward
 
-    generator = translator(Letters())
+    generator = translator(Letters("abcd"))
     params = [SamplingParams(beam=2, max_new_tokens=6)] * len(SOURCES)
     expected = generator.generate([[]] * 4, params, sources=SOURCES)
     generator.model.compile_blocks(backend=backend)  # type: ignore[arg-type]

@@ -56,8 +56,31 @@ def test_memory_does_not_grow_with_the_sequence() -> None:
 
 
 def test_short_sequences_need_no_slots_for_long_segments() -> None:
-    cache = DilatedCache(Dilation((4, 4096), (1, 4)), HEADS, 10)
+    cache = DilatedCache(Dilation((4, 4096), (1, 4)), HEADS, 10**6)
+    cache.fill(tokens(0, 5), tokens(0, 5), None)
     assert cache.sizes == [4, 3]
+    for start in range(5, 14):
+        cache.append(tokens(start, 1), tokens(start, 1))
+        cache.store(NewTokens(torch.tensor([[start]]), torch.tensor([start])))
+    assert cache.sizes == [4, 7]
+    assert cache.keys_BHSK is not None
+    # Head 1 keeps every fourth token from the second on.
+    assert cache.keys_BHSK[0, :, 4:8, 0].tolist() == [[0, 4, 8, 12], [1, 5, 9, 13]]
+
+
+def test_joined_rows_have_their_slots_and_room_for_the_longest() -> None:
+    long = grown(7)
+    expected = long.keys_BHSK
+    assert expected is not None
+    for first, second, row in ((grown(7), grown(1), 0), (grown(1), grown(7), 1)):
+        assert first.sizes != second.sizes
+        first.join(second)
+        assert first.sizes == long.sizes
+        assert first.length == 7
+        assert first.keys_BHSK is not None
+        assert first.keys_BHSK.shape[0] == 2
+        assert torch.equal(first.keys_BHSK[row], expected[0])
+        assert first.keys_BHSK[1 - row, :, 0, 0].tolist() == [0, 0]
 
 
 def test_padding_is_neither_stored_nor_seen() -> None:

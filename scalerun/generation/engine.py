@@ -194,30 +194,33 @@ class Engine:
     def _admitted(self) -> list[Continuation]:
         """The requests that begin now: the first that wait, as many as there is room for."""
         newcomers: list[Continuation] = []
+        rows = sum(each.params.num_rows for each in self._live)
+        longest = max((each.max_length for each in self._live), default=0)
+        width = 0
         while self._waiting:
             head = self._waiting[0]
             if not head.is_over:
-                if not self._has_room([*self._live, *newcomers, head]):
+                rows += head.params.num_rows
+                longest = max(longest, head.max_length)
+                width = max(width, len(head.inputs))
+                if not self._has_room(rows, longest):
                     break
-                if newcomers and not self._read_together([*newcomers, head]):
+                if newcomers and not self._can_join(newcomers, head, width):
                     break
                 newcomers.append(head)
             self._waiting.popleft()
         return newcomers
 
-    def _has_room(self, continuations: Sequence[Continuation]) -> bool:
-        rows = sum(each.params.num_rows for each in continuations)
-        longest = max(each.max_length for each in continuations)
+    def _has_room(self, rows: int, longest: int) -> bool:
         fits = self.max_num_seqs is None or rows <= self.max_num_seqs
         return fits and (self.max_num_tokens is None or rows * longest <= self.max_num_tokens)
 
-    def _read_together(self, newcomers: Sequence[Continuation]) -> bool:
-        """Whether one call can read their prompts: all of them scored, or none."""
-        scored = {each.params.echo for each in newcomers}
-        if scored != {True}:
-            return len(scored) == 1
-        width = max(len(each.inputs) for each in newcomers)
-        return len(newcomers) * width * self.context.vocabulary <= MAX_LOGITS
+    def _can_join(self, newcomers: Sequence[Continuation], head: Continuation, width: int) -> bool:
+        """Whether one call can read all their prompts: all of them scored, or none."""
+        if newcomers[0].params.echo != head.params.echo:
+            return False
+        rows = len(newcomers) + 1
+        return not head.params.echo or rows * width * self.context.vocabulary <= MAX_LOGITS
 
     def _add(self, newcomers: Sequence[Continuation]) -> Tensor:
         """Logits (B, V) of what follows the prompts of newcomers."""

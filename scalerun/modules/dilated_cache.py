@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from scalerun.modules.dilation import Dilation
@@ -52,8 +53,8 @@ class DilatedCache(LayerState):
     """For each branch (w, r) and head, the w / r keys of the segment that sequences are in.
 
     A token of the segment has its slot, so that the next segment overwrites this one. The memory
-    does not grow with the sequence. The last slots hold the keys of one call, which their queries
-    read before they are put in their places.
+    grows until the longest segment is full, and then no more. The last slots hold the keys of one
+    call, which their queries read before they are put in their places.
 
     Args:
         dilation: the branches.
@@ -64,12 +65,39 @@ class DilatedCache(LayerState):
     def __init__(self, dilation: Dilation, heads: Heads, max_length: int) -> None:
         self.dilation = dilation
         self.heads = heads
-        self.sizes = [-(-min(w, max_length) // r) for w, r in dilation.branches()]
-        self.num_slots = sum(self.sizes)
+        self.max_length = max_length
+        self.length = 0
+        """Tokens (padding included) that were read."""
+        self.sizes = self._sizes(0)
+        """Slots of each branch."""
         self.chunk = min(CHUNK, max_length)
         self.keys_BHSK: Tensor | None = None
         self.values_BHSK: Tensor | None = None
         self.slots: Slots | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all branches."""
+        return sum(self.sizes)
+
+    def _sizes(self, num_tokens: int) -> list[int]:
+        """Slots that each branch needs for a sequence of so many tokens."""
+        longest = min(max(num_tokens, 1), self.max_length)
+        return [-(-min(w, longest) // r) for w, r in self.dilation.branches()]
+
+    def _resize(self, sizes: list[int]) -> None:
+        """Carry all slots over into branches of other sizes, none of them smaller."""
+        ahead = [new - old for new, old in zip(sizes, self.sizes, strict=True)]
+
+        def moved(old_BHSK: Tensor | None) -> Tensor:
+            assert old_BHSK is not None
+            parts = old_BHSK.split([*self.sizes, self.chunk], 2)
+            grown = [F.pad(part, (0, 0, 0, n)) for part, n in zip(parts, [*ahead, 0], strict=True)]
+            return torch.cat(grown, 2)
+
+        if any(ahead):
+            self.keys_BHSK, self.values_BHSK = moved(self.keys_BHSK), moved(self.values_BHSK)
+            self.sizes, self.slots = sizes, None
 
     def fill(self, k_BHTK: Tensor, v_BHTK: Tensor, lengths_B: Tensor | None) -> None:
         """Take over the first tokens of all sequences.
@@ -77,8 +105,10 @@ class DilatedCache(LayerState):
         Args:
             lengths_B: real tokens of each row, which are its first ones; None if all are.
         """
-        slots = self.slots_on(k_BHTK.device)
         batch, _, num_tokens, width = k_BHTK.shape
+        self.length = num_tokens
+        self.sizes, self.slots = self._sizes(2 * num_tokens), None
+        slots = self.slots_on(k_BHTK.device)
         if lengths_B is None:
             lengths_B = torch.full((1,), num_tokens, device=k_BHTK.device)
         start_BS = lengths_B[:, None] // slots.length_S * slots.length_S
@@ -96,6 +126,9 @@ class DilatedCache(LayerState):
         """
         assert self.keys_BHSK is not None
         assert self.values_BHSK is not None
+        self.length += k_BHTK.shape[2]
+        if self._sizes(self.length) > self.sizes:
+            self._resize(self._sizes(2 * self.length))
         end = self.num_slots + k_BHTK.shape[2]
         self.keys_BHSK[:, :, self.num_slots : end] = k_BHTK
         self.values_BHSK[:, :, self.num_slots : end] = v_BHTK
@@ -188,5 +221,12 @@ class DilatedCache(LayerState):
         assert self.values_BHSK is not None
         assert other.keys_BHSK is not None
         assert other.values_BHSK is not None
+        sizes = list(map(max, self.sizes, other.sizes))
+        self._resize(sizes)
+        other._resize(sizes)
+        self.length = max(self.length, other.length)
         self.keys_BHSK = torch.cat((self.keys_BHSK, other.keys_BHSK))
         self.values_BHSK = torch.cat((self.values_BHSK, other.values_BHSK))
+
+    def drop_first(self, num_tokens: int) -> None:
+        self.length -= num_tokens
