@@ -164,3 +164,20 @@ def test_where_the_engine_breaks_down_everybody_hears_of_it(error, fault):
     assert scheduler.is_broken
     assert (scheduler.fault is None) == (fault is None)
     assert fault is None or fault in str(scheduler.fault)
+
+
+def test_events_after_the_end_of_the_loop_do_no_harm():
+    async def begin():
+        scheduler = Scheduler(
+            ScriptedEngine([TOKEN] * 100_000),
+            max_queue=8,
+            autocast=contextlib.nullcontext,
+            metrics=ServiceMetrics(),
+        )
+        scheduler.start(on_fault=lambda: None)
+        await scheduler.submit([REQUEST]).take()
+        return scheduler
+
+    scheduler = asyncio.run(begin())
+    scheduler.close()
+    assert not scheduler.is_broken

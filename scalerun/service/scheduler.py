@@ -8,6 +8,7 @@ what a step gave comes back in one piece.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
@@ -273,11 +274,15 @@ class Scheduler:
     def _flush(self) -> None:
         if self._outbox:
             events, self._outbox = self._outbox, []
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._deliver, events)
+            self._tell(lambda: self._deliver(events))
 
     def _break_down(self) -> None:
         self.is_stopping = self.is_broken = True
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._fail_all)
+        self._tell(self._fail_all)
         self._on_fault()
+
+    def _tell(self, callback: Callable[[], None]) -> None:
+        # A loop that has ended has nobody left to tell.
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(callback)

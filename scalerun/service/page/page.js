@@ -6,6 +6,7 @@ const ALTERNATIVES = 5;
 
 let running = null; // the AbortController of the request under way
 let tokens = []; // the spans of the text, in order
+let numTokens = 0; // a span may have several: parts of one character
 
 // ---- asking ----------------------------------------------------------------------------------
 
@@ -108,6 +109,7 @@ let pending = []; // tokens whose text has not come yet: parts of one character
 
 function clear() {
   tokens = [];
+  numTokens = 0;
   pending = [];
   hideDetails();
   element("error").hidden = true;
@@ -122,6 +124,7 @@ function clear() {
 
 function append(choice) {
   const told = choice.logprobs;
+  numTokens += told?.tokens.length ?? 0;
   told?.tokens.forEach((token, i) => {
     pending.push({ token, logprob: told.token_logprobs[i], top: told.top_logprobs[i] ?? {} });
   });
@@ -137,13 +140,12 @@ function append(choice) {
   span.tabIndex = tokens.length === 0 ? 0 : -1; // one stop of the Tab key; arrows walk on
   const probability = Math.exp(pending.reduce((sum, { logprob }) => sum + logprob, 0));
   span.style.setProperty("--surprise", `${Math.round(45 * (1 - probability))}%`);
-  span.setAttribute("aria-label", `${choice.text} ${percent(probability)}`);
   pending = [];
   tokens.push(span);
   element("output").append(span);
 }
 
-const count = () => (tokens.length === 1 ? "1 token" : `${tokens.length} tokens`);
+const count = () => (numTokens === 1 ? "1 token" : `${numTokens} tokens`);
 
 function percent(probability) {
   if (probability > 0 && probability < 0.0005) return "< 0.1 %";
