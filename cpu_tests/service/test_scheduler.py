@@ -15,6 +15,10 @@ from scalerun.service.scheduler import Scheduler
 REQUEST = Request([1], SamplingParams(max_new_tokens=3))
 
 
+class Ticket:
+    num_new_tokens = 0
+
+
 class ScriptedEngine:
     """Gives each request the events that it was told to, one a step."""
 
@@ -26,7 +30,7 @@ class ScriptedEngine:
         self.cancelled = []
 
     def submit(self, request, listener):
-        ticket = object()
+        ticket = Ticket()
         self.going[ticket] = (listener, iter(self.script))
         return ticket
 
@@ -126,6 +130,18 @@ def test_the_queue_takes_all_prompts_of_a_request_or_none():
     _, (full, never) = run([], work, max_queue=3)
     assert (full.status, full.retry_after) == (429, 1)
     assert (never.status, never.param) == (400, "prompt")
+
+
+def test_a_prompt_whose_answers_are_ranked_waits_only_until_the_engine_begins():
+    async def work(scheduler):
+        call = scheduler.submit([REQUEST, REQUEST])
+        before = scheduler.queue_length
+        while len(call.tickets) < 2:
+            await asyncio.sleep(0)
+        call.tickets[0].num_new_tokens = 1
+        return before, scheduler.queue_length
+
+    assert run([], work)[1] == (2, 1)
 
 
 def test_one_that_stops_takes_nothing():

@@ -51,6 +51,14 @@ class Call:
         """Whether all events have come."""
         return not any(self.unfinished)
 
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that have no token yet."""
+        # Of answers that are ranked, nothing is heard before all are done; the engine knows more.
+        started = [ticket.num_new_tokens > 0 for ticket in self.tickets]
+        started += [False] * (len(self.begun) - len(started))
+        return sum(not (begun or one) for begun, one in zip(self.begun, started, strict=True))
+
     def put(self, index: int, event: Event) -> None:
         """Take an event of a prompt."""
         if isinstance(event, FailedEvent):
@@ -107,6 +115,7 @@ class Scheduler:
         self.fault: UserError | None = None
         self._autocast = autocast
         self._metrics = metrics
+        metrics.queue_length.set_function(lambda: self.queue_length)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_fault: Callable[[], None] = lambda: None
         self._calls: set[Call] = set()
@@ -135,7 +144,7 @@ class Scheduler:
     @property
     def queue_length(self) -> int:
         """Prompts that wait for their first token."""
-        return sum(call.begun.count(False) for call in self._calls)
+        return sum(call.num_waiting for call in self._calls)
 
     def submit(self, requests: Sequence[Request]) -> Call:
         """Put the prompts of one HTTP request into the queue, all or none.
@@ -169,7 +178,6 @@ class Scheduler:
         self._calls.add(call)
         self._metrics.prompt_tokens.inc(sum(len(request.prompt) for request in requests))
         self._command(lambda: self._enter(call))
-        self._measure()
         return call
 
     def leave(self, call: Call) -> None:
@@ -177,7 +185,6 @@ class Scheduler:
         if call in self._calls:
             self._calls.remove(call)
             self._command(lambda: self._cancel(call))
-            self._measure()
 
     def close(self) -> None:
         """End the thread; what it has begun is lost."""
@@ -201,7 +208,6 @@ class Scheduler:
             call.put(index, event)
             if call.is_finished:
                 self._calls.remove(call)
-        self._measure()
 
     def _count(self, call: Call, index: int, event: Event, now: float) -> None:
         """Count a token, and the time since the one before it."""
@@ -215,11 +221,7 @@ class Scheduler:
             call.last_token[index, event.choice] = now
             self._metrics.generated_tokens.inc()
         elif call.requests[index].params.is_ranked and call.unfinished[index] == 1:
-            # Of answers that are ranked, nothing is heard before all of them are done.
             self._metrics.generated_tokens.inc(call.tickets[index].num_new_tokens)
-
-    def _measure(self) -> None:
-        self._metrics.queue_length.set(self.queue_length)
 
     def _fail_all(self) -> None:
         for call in self._calls:
