@@ -46,3 +46,36 @@ def verse_folder(folder):
         "valid1": VERSE[::-1],
     }
     return write_folder(folder, sets)
+
+
+ENGLISH = "the cat dog sees a big red house".split()
+SPANISH = "el gato perro ve un grande rojo casa".split()
+
+
+def translated(line):
+    return [SPANISH[ENGLISH.index(word)] for word in line]
+
+
+def english_lines(count):
+    return [ENGLISH[i % 8 :: 1 + i % 3][: 1 + i % 5] * (1 + i % 2) for i in range(count)]
+
+
+def write_pairs(folder, sets, *, joint=False):
+    """Pairs of English and Spanish words: ``{"train": [["the", "cat"], ...]}``, translated."""
+    words = {"en": ENGLISH, "es": SPANISH}
+    for language, own in words.items():
+        listed = [*ENGLISH, *SPANISH] if joint else own
+        write_dictionary(folder, listed)
+        (folder / "dict.txt").rename(folder / f"dict.{language}.txt")
+        for name, lines in sets.items():
+            texts = lines if language == "en" else map(translated, lines)
+            items = [[*(4 + listed.index(word) for word in line), 2] for line in texts]
+            write_set(folder / f"{name}.en-es.{language}", items)
+    return folder
+
+
+def pairs_folder(folder, **how):
+    """Two files of pairs to train on, a set to validate on and one to translate."""
+    lines = english_lines(46)
+    sets = {"train": lines[:30], "train1": lines[30:], "valid": lines[3:9], "test": lines[:12]}
+    return write_pairs(folder, sets, **how)

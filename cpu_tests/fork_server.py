@@ -12,8 +12,8 @@ import os
 import sys
 
 COMMANDS = (
-    "train", "validate", "interactive_cli", "train_tokenizer", "convert", "checkpoint",
-    "preprocess", "generate", "interactive_hosted",
+    "train", "validate", "interactive_cli", "interactive_ft", "train_tokenizer", "convert",
+    "checkpoint", "preprocess", "generate", "interactive_hosted",
 )  # fmt: skip
 IMPORTED_LATE = (
     "scalerun.cli.assembly",

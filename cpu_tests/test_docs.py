@@ -19,14 +19,16 @@ import pytest
 import sentencepiece
 import torch
 
+from cpu_tests.cluster import commands as cluster
 from cpu_tests.conftest import make_parallel_corpus
 from cpu_tests.service.conftest import Server
 from scalerun.cli.checkpoint import VERBS
 from scalerun.cli.convert import ConvertConfig
 from scalerun.cli.generate import GenerateConfig
 from scalerun.cli.interactive_cli import InteractiveConfig
+from scalerun.cli.interactive_ft import ChatConfig
 from scalerun.cli.interactive_hosted import HostedConfig
-from scalerun.cli.preprocess import PreprocessConfig
+from scalerun.cli.preprocess_config import PreprocessConfig
 from scalerun.cli.registries import CHOOSERS
 from scalerun.cli.train_tokenizer import TrainTokenizerConfig
 from scalerun.cli.validate import ValidateConfig
@@ -46,6 +48,7 @@ SCRIPTS = {
     "scalerun-train": "train",
     "scalerun-validate": "validate",
     "scalerun-interactive": "interactive_cli",
+    "scalerun-chat": "interactive_ft",
     "scalerun-generate": "generate",
     "scalerun-serve": "interactive_hosted",
     "scalerun-train-tokenizer": "train_tokenizer",
@@ -62,6 +65,7 @@ SMALL = {
     "train_tokenizer": ["--vocab-size", "300"],
     "validate": ["--cpu"],
     "interactive_cli": ["--cpu"],
+    "interactive_ft": ["--cpu"],
     "generate": ["--cpu"],
     "interactive_hosted": ["--cpu", "--port", "0"],
     "convert": [],
@@ -81,9 +85,9 @@ OTHERS_FLAGS = {
     "--editable", "--qk-norm-eps", "--standalone", "--nproc-per-node", "--max-restarts", "--nnodes",
     "--rdzv-backend", "--rdzv-endpoint", "--nodes", "--ntasks-per-node", "--kill-on-bad-exit",
     "--model", "--tasks", "--include", "--device", "--batch",
-    "--no-build-isolation", "--clients",
+    "--no-build-isolation", "--clients", *cluster.FLAGS,
 }  # fmt: skip
-"""Of pip, the example architecture, torchrun, srun and the evaluation harness."""
+"""Of clusters, pip, the example architecture, torchrun, srun and the evaluation harness."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ class Shell:
 
     def scalerun(self, name, words, stdin):
         small = list(SMALL[name])
-        if name == "train" and "translation" in words:
+        if name == "train" and ("translation" in words or "mt_base" in words):
             small = [*TRANSLATION, *small[: small.index("--tokens-per-sample")], *small[-3:]]
         if name == "train":
             self.num_updates += 2  # so that a command that resumes has something left to do
@@ -200,8 +204,10 @@ class Shell:
             self.scalerun("train", [*words[words.index("scalerun.cli.train") + 1 :], PARSE], "")
         elif words[0] == ".ci/run":
             assert (ROOT / words[0]).stat().st_mode & stat.S_IXUSR
-        else:
-            assert words == ["python3", "-m", "venv", ".venv"], f"no rule for {words}"
+        elif words == ["python3", "-m", "venv", ".venv"]:
+            pass
+        elif (started := cluster.check(words))[:1] == ["train"]:
+            self.scalerun("train", [*started[1:], PARSE], "")
 
 
 @pytest.fixture(scope="session")
@@ -308,7 +314,13 @@ def test_every_command_of_a_page_works(launch, home, name, monkeypatch):
 def flags_of_everything():
     """Every spelling that any command understands."""
     root = ScalerunConfig()
-    groups = [InteractiveConfig(), ValidateConfig(), TrainTokenizerConfig(), ConvertConfig()]
+    groups = [
+        ChatConfig(),
+        InteractiveConfig(),
+        ValidateConfig(),
+        TrainTokenizerConfig(),
+        ConvertConfig(),
+    ]
     groups += [PreprocessConfig(), GenerateConfig(), HostedConfig()]
     groups += [config_class() for config_class, _, _ in VERBS.values()]
     groups += [g for g in vars(root).values() if isinstance(g, ScalerunDataclass)]

@@ -121,6 +121,16 @@ def test_other_tensors_under_the_same_settings_have_none(make, average):
         average(make("a"), other)
 
 
+def test_other_vocabularies_of_the_source_have_none(make, average):
+    first, other = make("a"), make("b", seed=2)
+    for run, digest in ((first, "1" * 64), (other, "2" * 64)):
+        own = {"source_vocabulary": digest, "source_vocabulary_size": 16}
+        rewrite(run / "checkpoint_0", "state.json", lambda s, own=own: s["task"].update(own))
+    message = r"another source vocabulary than .* \(16 and 16 symbols\)"
+    with pytest.raises(UserError, match=message):
+        average(first, other)
+
+
 def test_other_vocabularies_have_none(make, average):
     other = make("b", seed=2)
     rewrite(other / "checkpoint_0", "state.json", lambda s: s["task"].update(vocabulary="0" * 64))

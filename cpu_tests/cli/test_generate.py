@@ -202,6 +202,7 @@ def test_a_line_that_is_no_text_is_named(generate, home):
         ({"nbest": 6, "json": "x"}, "--nbest 6 is above --beam 5"),
         ({"nbest": 2}, "--nbest 2 shows more than the best hypothesis in --json alone"),
         ({"reference": "x"}, "--reference belongs to --input"),
+        ({"gen_subset": "test", "input": "x"}, "--gen-subset test and --input x both say .*remove"),
         ({"max_len_b": 0}, "--max-len-a and --max-len-b are both 0"),
         ({"max_len_a": -1.0}, "--max-len-a is -1"),
         ({"min_len": -1}, "--min-len is -1"),

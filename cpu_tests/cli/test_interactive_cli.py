@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from scalerun.cli.interactive_cli import (
-    InteractiveConfig,
-    Session,
-    answer_terminal,
-    main,
-    piped_prompts,
-    unescaped,
-    usable,
-)
+from scalerun.cli.interactive_cli import PROG, InteractiveConfig, main
+from scalerun.cli.sampling_config import unescaped
+from scalerun.cli.session import Session, piped_prompts, usable
+from scalerun.cli.settings import Settings
+from scalerun.cli.terminal import talk
+from scalerun.cli.terminal_commands import with_help
 from scalerun.data.tokenizers.byte_tokenizer import ByteTokenizer
 from scalerun.dataclass.configs import CommonConfig
 from scalerun.dataclass.errors import ConfigError, UserError
@@ -59,8 +56,9 @@ def load(monkeypatch: pytest.MonkeyPatch, generator: SequenceGenerator) -> dict[
     def load_for_inference(path: str | None, **settings: Any) -> object:
         asked.update(path=path, **settings)
         task = SimpleNamespace(tokenizer=generator.tokenizer)
-        cfg = SimpleNamespace(common=CommonConfig())
-        return SimpleNamespace(cfg=cfg, task=task, model=generator.model)
+        named = SimpleNamespace(_name="drawn")
+        cfg = SimpleNamespace(common=CommonConfig(), task=named, model=named)
+        return SimpleNamespace(cfg=cfg, task=task, model=generator.model, num_updates=0)
 
     monkeypatch.setattr("scalerun.cli.inference.load_for_inference", load_for_inference)
     return asked
@@ -222,38 +220,38 @@ def test_a_run_without_text_cannot_be_prompted(generator: SequenceGenerator) -> 
         usable(generator.tokenizer, torch.nn.Linear(1, 1))
 
 
-def terminal_session(generator: SequenceGenerator, out: io.StringIO, **settings: Any) -> Session:
-    cfg = InteractiveConfig(path="run", max_new_tokens=5, min_new_tokens=5, **settings)
-    return Session(cfg, generator, autocast=contextlib.nullcontext, out=out)
+def terminal_session(generator: SequenceGenerator, out: io.StringIO) -> Session[Any]:
+    words = ["--path", "run", "--max-new-tokens", "5", "--min-new-tokens", "5"]
+    settings = Settings(InteractiveConfig, words, PROG)
+    return Session(settings, generator, autocast=contextlib.nullcontext, out=out)
 
 
-def typed(*events: str | type[BaseException] | BaseException) -> Callable[[str], str]:
+def typed(*events: str | type[BaseException] | BaseException) -> Callable[[], str]:
     script = iter(events)
 
-    def read_line(mark: str) -> str:
-        assert mark == "> "
+    def read() -> str:
         event = next(script)
         if isinstance(event, str):
             return event
         raise event
 
-    return read_line
+    return read
 
 
-def test_a_terminal_is_answered_until_control_d(
-    generator: SequenceGenerator, capsys: pytest.CaptureFixture[str]
-) -> None:
+def converse(session: Session[Any], *events: str | type[BaseException] | BaseException) -> int:
+    return talk(typed(*events), with_help(session.settings.commands()), session.answer)
+
+
+def test_a_terminal_is_answered_until_control_d(generator: SequenceGenerator) -> None:
     out = io.StringIO()
-    assert answer_terminal(terminal_session(generator, out), typed("ab", "cd", EOFError)) == 0
+    assert converse(terminal_session(generator, out), "ab", "cd", EOFError) == 0
     lines = out.getvalue()
     assert lines.startswith("ab")
     assert "\ncd" in lines
-    assert "Ctrl-D ends" in capsys.readouterr().err
 
 
 def test_control_c_at_the_prompt_ends_with_130(generator: SequenceGenerator) -> None:
-    session = terminal_session(generator, io.StringIO())
-    assert answer_terminal(session, typed(KeyboardInterrupt)) == 130
+    assert converse(terminal_session(generator, io.StringIO()), KeyboardInterrupt) == 130
 
 
 def test_control_c_breaks_an_answer_off_and_the_next_prompt_is_answered(
@@ -270,7 +268,7 @@ def test_control_c_breaks_an_answer_off_and_the_next_prompt_is_answered(
             return super().write(text)
 
     out = Interrupted()
-    assert answer_terminal(terminal_session(generator, out), typed("ab", "cd", EOFError)) == 0
+    assert converse(terminal_session(generator, out), "ab", "cd", EOFError) == 0
     assert out.getvalue().startswith("abcd")
     assert "[broken off]" in capsys.readouterr().err
 
@@ -280,9 +278,70 @@ def test_an_error_on_a_terminal_is_shown_and_the_next_prompt_is_answered(
 ) -> None:
     out = io.StringIO()
     bad_line = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
-    read_line = typed("x" * 200, bad_line, "cd", EOFError)
-    assert answer_terminal(terminal_session(generator, out), read_line) == 0
+    events = ("x" * 200, bad_line, "cd", EOFError)
+    assert converse(terminal_session(generator, out), *events) == 0
     err = capsys.readouterr().err
     assert "error: --max-new-tokens 5 after a prompt of 200 tokens exceeds" in err
     assert "error: the line is not text in the terminal's encoding" in err
     assert out.getvalue().startswith("cd")
+
+
+def test_settings_change_between_prompts(
+    generator: SequenceGenerator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = io.StringIO()
+    session = terminal_session(generator, out)
+    more = ["/set max-new-tokens 7", "/set min_new_tokens 7", "/set temperature 0", "ab"]
+    assert converse(session, *more, "/defaults", EOFError) == 0
+    [answer] = generator.generate(
+        [[97, 98]],
+        [
+            InteractiveConfig(
+                path="run", max_new_tokens=7, min_new_tokens=7, temperature=0.0
+            ).params(1)
+        ],
+    )
+    assert out.getvalue() == f"ab{answer.text}\n"
+    assert capsys.readouterr().err.splitlines()[:3] == more_shown()
+    assert session.cfg.max_new_tokens == 5
+
+
+def more_shown() -> list[str]:
+    return ["max-new-tokens 7", "min-new-tokens 7", "temperature 0.0"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/set temperature -1", "--temperature is -1; give 0 (greedy) or more"),
+        ("/set temperature hot", "--temperature: 'hot' is not a number"),
+        ("/set temprature 1", "/set temprature is not known; the settings are max-new-tokens"),
+        ("/set path run2", "/set path is not known"),
+        ("/set", "/set without a name is not known"),
+        ("/set seed", "/set seed has no value; type /set seed VALUE"),
+        ("/hlep", "/hlep is not a command; did you mean /help?"),
+        ("/settings all", "/settings takes nothing behind it, and 'all' was given"),
+    ],
+)
+def test_a_command_that_cannot_be_done_says_why_and_changes_nothing(
+    generator: SequenceGenerator, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    session = terminal_session(generator, io.StringIO())
+    before = session.cfg.to_dict()
+    assert converse(session, line, EOFError) == 0
+    assert message in capsys.readouterr().err
+    assert session.cfg.to_dict() == before
+
+
+def test_two_slashes_begin_a_prompt_with_one(generator: SequenceGenerator) -> None:
+    out = io.StringIO()
+    assert converse(terminal_session(generator, out), "//ab", "/quit") == 0
+    assert out.getvalue().startswith("/ab")
+
+
+def test_a_list_is_replaced_and_emptied(generator: SequenceGenerator) -> None:
+    session = terminal_session(generator, io.StringIO())
+    converse(session, "/set stop a", "/set stop b", EOFError)
+    assert session.cfg.stop == ["b"]
+    converse(session, "/set stop []", EOFError)
+    assert session.cfg.stop == []

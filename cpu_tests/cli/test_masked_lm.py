@@ -147,8 +147,8 @@ def with_negative_weight(data):
 BAD = {
     "bytes": (spoiled_shard(b"good\n\xff\n"), "shard/train/00000.txt:2: not UTF-8"),
     "empty shard": (spoiled_shard(b""), "shard/train/00000.txt:1: the file has no sentence"),
-    "missing shard": (without_shard, "entry 1 names shard/train/00001.txt, which is not a file"),
-    "weight": (with_negative_weight, "json/train.json, entry 1: weight is -1"),
+    "missing shard": (without_shard, "1: entry 1 names shard/train/00001.txt, which is not a"),
+    "weight": (with_negative_weight, "json/train.json:1: entry 1: weight is -1; give"),
     "no index": (lambda data: (data / "json/train.json").unlink(), "json/train.json is not there"),
     "no list": (lambda data: (data / "dict.txt").unlink(), "data/dict.txt does not exist"),
 }

@@ -5,7 +5,8 @@ import time
 import pytest
 
 from cpu_tests.processes import wait_for
-from scalerun.cli.preprocess import PreprocessConfig, preprocess
+from scalerun.cli.preprocess import preprocess
+from scalerun.cli.preprocess_config import PreprocessConfig
 from scalerun.data.binarised.indexed_dataset import IndexedFile
 from scalerun.data.tokenizers.fairseq_tokenizer import load_vocabulary
 from scalerun.data.tokenizers.tokenizer_training import train_byte_level_bpe, train_sentencepiece
@@ -16,6 +17,7 @@ LINES = [
     for i, word in enumerate("cat dog owl fox".split() * 25)
 ]
 TRAIN = "\n".join(LINES) + "\n"
+PAIR = {"source_lang": "en", "target_lang": "es"}
 VALID = "the cat purrs\n\na mat\n"
 
 
@@ -166,7 +168,14 @@ def test_two_runs_do_not_fill_one_folder(text, start):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"only_source": False}, "--no-only-source asks for pairs"),
+        ({"source_lang": "en"}, "--source-lang and --target-lang are given together"),
+        ({**PAIR, "only_source": True}, "--only-source is for text of one language"),
+        ({**PAIR, "target_lang": "en"}, "--source-lang and --target-lang are both en"),
+        ({**PAIR, "nwordstgt": 9, "tgtdict": "d"}, "--thresholdtgt and --nwordstgt choose words"),
+        ({**PAIR, "joined_dictionary": True, "nwordstgt": 9}, "--nwordstgt have no effect"),
+        ({**PAIR, "joined_dictionary": True, "srcdict": "d", "tgtdict": "d"}, "--srcdict alone"),
+        ({"tgtdict": "d"}, "--tgtdict is for pairs; give --source-lang"),
+        ({"joined_dictionary": True}, "--joined-dictionary is for pairs"),
         ({"trainpref": [], "validpref": []}, "nothing to binarise"),
         ({"trainpref": []}, "a vocabulary is needed: --srcdict, --tokenizer, or --trainpref"),
         ({"destdir": ""}, "--destdir is empty"),
@@ -179,6 +188,83 @@ def test_two_runs_do_not_fill_one_folder(text, start):
 def test_settings_without_a_meaning_are_refused(text, settings, message):
     with pytest.raises(ConfigError, match=message):
         make(**settings)
+
+
+@pytest.fixture
+def parallel(text):
+    """Two text files of each set, in two languages, in the current folder."""
+    for name, english in (("train", LINES), ("valid", VALID.splitlines())):
+        (text / f"{name}.en").write_text("".join(f"{line}\n" for line in english))
+        lines = (" ".join(word[::-1] for word in line.split()) for line in english)
+        (text / f"{name}.es").write_text("".join(f"{line}\n" for line in lines))
+    return text
+
+
+def make_pairs(destination="data-bin", **settings):
+    make(destination, **{"trainpref": ["train"], "validpref": ["valid"], **PAIR, **settings})
+
+
+def pair_items(folder, name, language):
+    tokenizer = load_vocabulary(folder, language)
+    size = tokenizer.dictionary.num_real_symbols
+    file = IndexedFile.open(folder / f"{name}.en-es.{language}", num_symbols=size)
+    return [
+        tokenizer.decode(file.tokens[a:b].tolist())
+        for a, b in zip(file.ends, file.ends[1:], strict=False)
+    ]
+
+
+def test_pairs_of_languages_have_a_dictionary_each(parallel):
+    make_pairs(workers=2)
+    folder = parallel / "data-bin"
+    sides = [f"{name}.en-es.{side}" for name in ("train", "valid") for side in ("en", "es")]
+    files = [f"{side}.{suffix}" for side in sides for suffix in ("bin", "idx")]
+    assert sorted(digests(folder)) == ["dict.en.txt", "dict.es.txt", "preprocess.json", *files]
+    assert pair_items(folder, "train", "en") == LINES
+    reversed_lines = (parallel / "train.es").read_text().splitlines()
+    assert pair_items(folder, "train", "es") == reversed_lines
+    assert pair_items(folder, "valid", "es") == ["eht tac <unk>", "", "<unk> tam"]
+    sets = json.loads((folder / "preprocess.json").read_text())["sets"]
+    assert sets["valid.en-es.es"] == {"items": 3, "tokens": 8, "unknown": 2}
+
+
+def test_a_joined_dictionary_is_the_same_for_both_and_so_is_a_tokenizers(parallel):
+    make_pairs("joined", joined_dictionary=True)
+    made = digests(parallel / "joined")
+    assert made["dict.en.txt"] == made["dict.es.txt"]
+    assert load_vocabulary(parallel / "joined", "es").encode("the eht") != [3, 3]
+    make_pairs("given", joined_dictionary=True, tgtdict="joined/dict.en.txt", trainpref=[])
+    assert digests(parallel / "given")["dict.es.txt"] == made["dict.es.txt"]
+    make_pairs("bytes", tokenizer="bytes")
+    made = digests(parallel / "bytes")
+    assert made["dict.en.txt"] == made["dict.es.txt"]
+    assert pair_items(parallel / "bytes", "train", "en") == LINES
+    sets = json.loads((parallel / "bytes/preprocess.json").read_text())["sets"]
+    assert sets["train.en-es.es"]["bytes"] == sum(map(len, LINES))
+
+
+def test_each_language_has_its_own_limits_and_lists(parallel):
+    make_pairs("few", nwordssrc=5, thresholdtgt=16, padding_factor=1)
+    assert (parallel / "few/dict.en.txt").read_text().split()[::2] == ["the"]
+    listed = (parallel / "few/dict.es.txt").read_text().split()
+    assert min(map(int, listed[1::2])) >= 16
+    assert {"eht", "tac"} <= set(listed)
+    given = {"srcdict": "few/dict.en.txt", "tgtdict": "few/dict.es.txt", "trainpref": []}
+    make_pairs("again", **given)
+    again, few = digests(parallel / "again"), digests(parallel / "few")
+    assert again["dict.es.txt"] == few["dict.es.txt"]
+    assert again["valid.en-es.es.bin"] == few["valid.en-es.es.bin"]
+
+
+def test_sides_of_different_length_are_refused_with_both_numbers(parallel):
+    (parallel / "valid.es").write_text("eht\n")
+    says = "^valid.en has 3 lines and valid.es has 1; line n of one has to be the translation"
+    with pytest.raises(UserError, match=says):
+        make_pairs()
+    assert not (parallel / "data-bin").exists()
+    (parallel / "valid.es").unlink()
+    with pytest.raises(UserError, match="^valid.es is not there"):
+        make_pairs()
 
 
 def test_files_that_are_not_there_are_named(text):

@@ -162,7 +162,8 @@ def test_an_empty_corpus_is_refused_with_what_became_of_its_lines(tmp_path, open
     folder.mkdir()
     (folder / "a.jsonl").write_text('\n \n{"text": ""}\n')
     with pytest.raises(
-        UserError, match="no documents: 3 lines, of which 2 blank, 1 empty and 0 bad"
+        UserError,
+        match=r"train \(\S*/data\) has no documents: 3 lines, of which 2 blank, 1 empty and 0 bad",
     ):
         open_dataset(folder).open_first()
 

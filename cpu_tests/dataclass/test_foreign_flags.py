@@ -40,6 +40,22 @@ def test_a_flag_is_read_as_another():
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--remove-bpe"], "subword_nmt"),
+        (["--remove-bpe=@@ "], "subword_nmt"),
+        (["--remove-bpe", "sentencepiece"], "sentencepiece"),
+        (["--remove-bpe=sentencepiece"], "sentencepiece"),
+    ],
+)
+def test_a_value_that_may_be_left_out_is_read_where_it_is_given(words, value):
+    expected = ["--post-process", value, "data"]
+    assert without_foreign_flags([*words, "data"], KNOWN) == expected
+    with pytest.raises(ConfigError, match="--remove-bpe takes sentencepiece or subword_nmt; 'x'"):
+        without_foreign_flags(["--remove-bpe=x"], KNOWN)
+
+
 @pytest.mark.parametrize(("flag", "value"), VALUES_READ_AS)
 def test_a_value_is_read_as_another(flag, value):
     expected = [flag, VALUES_READ_AS[flag, value][0]]

@@ -11,7 +11,7 @@ import pytest
 
 from cpu_tests.world import run_world
 from scalerun.distributed import common_error
-from scalerun.distributed.common_error import note_joined, open_store, say_error
+from scalerun.distributed.common_error import meet, open_store, say_error
 from scalerun.distributed.launch import Rendezvous
 
 
@@ -31,9 +31,7 @@ def ends(rank, text, port, *, joined=False):
     place, said, start = place_of(rank, port), [], time.monotonic()
     store = open_store(place, timedelta(seconds=20))
     if joined:
-        note_joined(store)
-        while store.add("joined", 0) < place.world_size:
-            time.sleep(0.01)
+        meet(store, place.world_size, timedelta(seconds=20))
     if text is not None:
         say_error(text, place, said.append)
     return said, time.monotonic() - start, store  # which the others may still need
@@ -71,7 +69,7 @@ def test_an_error_of_one_rank_does_not_wait_for_ranks_that_are_well(port, monkey
     def work(rank):
         if rank != 1:
             store = open_store(place_of(rank, port), timedelta(seconds=20))
-            note_joined(store)
+            store.add("joined", 1)
             time.sleep(1)
             return [], 0.0, store
         return ends(rank, "no such file", port)
@@ -79,6 +77,17 @@ def test_an_error_of_one_rank_does_not_wait_for_ranks_that_are_well(port, monkey
     _, (said, seconds), _ = world(work)
     assert said == ["rank 1: no such file"]
     assert seconds < 20
+
+
+def test_those_who_do_not_come_are_counted_and_nothing_else_is_printed(port, capfd):
+    store = open_store(place_of(0, port), timedelta(seconds=20))
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="1 of 3 came"):
+        meet(store, 3, timedelta(seconds=0.5))
+    with pytest.raises(RuntimeError, match="Connection refused"):
+        open_store(place_of(1, port + 1), timedelta(seconds=0.5))
+    assert time.monotonic() - start < 10
+    assert capfd.readouterr().err == ""
 
 
 def test_nobody_is_waited_for_beyond_the_patience(port, monkeypatch):

@@ -36,6 +36,7 @@ def test_what_is_no_other_axis_shards():
         (2, {"ddp_backend": "pytorch_ddp", "cpu_offload": True}, "--cpu-offload has no effect"),
         (2, {"sequence_parallel": True}, "--sequence-parallel has no effect"),
         (2, {"model_parallel_size": 0}, "--model-parallel-size is 0"),
+        (3, {"deterministic_reduce": True}, "there are 3; start so many, or remove the flag"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused(world_size, changes, message):

@@ -49,6 +49,12 @@ def test_a_step_of_slurm_is_believed():
     assert find_rendezvous(DistributedConfig(distributed_port=4711), SLURM).port == 4711
 
 
+def test_a_container_without_slurms_commands_is_told_the_first_host():
+    told = {"SLURM_STEP_NODELIST": "node[7-8]", "MASTER_ADDR": "node7", "MASTER_PORT": "2001"}
+    place = find_rendezvous(DistributedConfig(), {**SLURM, **told})
+    assert (place.address, place.port) == ("node7", 2001)
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [

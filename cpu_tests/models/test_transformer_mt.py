@@ -1,5 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
+from scalerun.cli.registries import CHOOSERS
+from scalerun.dataclass.configs import ScalerunConfig
+from scalerun.dataclass.errors import ConfigError
+from scalerun.dataclass.parser import parse_config
 from scalerun.models.transformer_mt import mt_base, mt_tied_base
 
 
@@ -15,3 +21,11 @@ def test_mt_tied_base_is_that_with_what_the_documented_command_adds() -> None:
         "dropout": 0.3,
         "share_decoder_input_output_embed": True,
     }
+
+
+def test_an_encoder_decoder_is_for_translation_where_no_task_is_named() -> None:
+    words = ["data", "--arch", "mt_base", "--max-update", "5", "--lr", "0.1", "--max-tokens", "9"]
+    cfg = parse_config(ScalerunConfig, words, prog="train", choosers=CHOOSERS)
+    assert (cfg.task._name, cfg.task.data) == ("translation", "data")
+    with pytest.raises(ConfigError, match="^--task is required"):
+        parse_config(ScalerunConfig, ["data", "--arch", "lm_base"], prog="t", choosers=CHOOSERS)

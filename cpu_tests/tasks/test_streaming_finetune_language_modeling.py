@@ -65,6 +65,12 @@ def test_examples_share_a_sequence_only_where_they_do_not_see_each_other(make_ta
     assert batch.document_ids is not None
 
 
+def test_a_sequence_has_room_for_a_source_and_a_target(make_task):
+    with pytest.raises(ConfigError, match="--tokens-per-sample is 1, .*; give 2 or more"):
+        make_task(tokens_per_sample=1)
+    make_task(tokens_per_sample=2)
+
+
 def test_the_fingerprint_tells_examples_from_texts(make_task, tmp_path, pairs):
     for file in pairs.rglob("*.jsonl"):
         rows = [json.loads(row) for row in file.read_text().splitlines()]

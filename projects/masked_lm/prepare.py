@@ -13,9 +13,9 @@ from pathlib import Path
 
 import sentencepiece
 
-VOCABULARY = 1000
+VOCABULARY = 160
 SENTENCE_END = re.compile(r"(?<=[.!?;:])[\"')\]]*\s+|\s*\n\s*")
-LONGEST = 300
+LONGEST = 80
 """Characters of a line; a longer sentence is cut at spaces."""
 
 

@@ -251,6 +251,8 @@ def run_files(cfg: ScalerunConfig, task: BaseTask | None) -> dict[str, str | Pat
         task: None for a model that no task serves.
     """
     content = cfg.to_dict()
+    if task is not None:
+        content["task"] = task.cfg.to_dict()  # with what it has found out
     for section, names in PATHS.items():
         for name in names:
             value = (content[section] or {}).get(name)

@@ -101,12 +101,15 @@ def _check_same_vocabulary(newest: Path, folder: Path) -> None:
             newest,
             folder,
         )
-    elif ours["vocabulary"] != theirs["vocabulary"]:
-        raise UserError(
-            f"checkpoint {folder} was trained with another vocabulary than {newest} "
-            f"({theirs['vocabulary_size']} and {ours['vocabulary_size']} symbols); only "
-            "checkpoints of one vocabulary have a mean"
-        )
+        return
+    for what in ("vocabulary", "source_vocabulary"):
+        if ours.get(what) != theirs.get(what):
+            sizes = [state.get(f"{what}_size", 0) for state in (theirs, ours)]
+            raise UserError(
+                f"checkpoint {folder} was trained with another {what.replace('_', ' ')} than "
+                f"{newest} ({sizes[0]} and {sizes[1]} symbols); only checkpoints of one "
+                "vocabulary have a mean"
+            )
 
 
 def _plain(state: dict[str, Any], num_updates: int) -> dict[str, Any]:

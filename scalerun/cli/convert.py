@@ -24,6 +24,7 @@ from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.dataclass.yaml_config import read_yaml
 from scalerun.logging.console import setup_logging
 from scalerun.models.torchscale.expert_files import read_checkpoint
+from scalerun.models.torchscale.facts import EMBEDDING
 from scalerun.models.torchscale.recognition import Recognized, recognize
 from scalerun.models.torchscale.settling import Settled, settle, yaml_word
 from scalerun.models.torchscale.weight_file import WeightFile
@@ -31,6 +32,7 @@ from scalerun.models.torchscale.weight_file import WeightFile
 logger = logging.getLogger("scalerun.cli.convert")  # also when run as __main__
 
 DECODERS = ("decoder", "retnet")
+WITH_TASKS = ("mlm", "encoder_decoder")
 VOCABULARY_TABLES = ("embed_tokens.weight", "output_projection.weight")
 
 
@@ -53,6 +55,15 @@ class ConvertConfig(ScalerunDataclass):
     dict_: str | None = option(
         None, "fairseq's dict.txt, whose order the rows of the embedding have"
     )
+    vocabulary: str | None = option(
+        None,
+        "folder of the binarised pairs that an encoder-decoder was trained on, with the dict.txt "
+        "of each language",
+    )
+    source_lang: str | None = option(
+        None, "its source (default: as the names of the folder's files say)", aliases=("-s",)
+    )
+    target_lang: str | None = option(None, "its target, with --source-lang", aliases=("-t",))
     allow_namespace: bool = option(
         False, "read the argparse.Namespace of an old fairseq checkpoint, as plain values"
     )
@@ -64,6 +75,10 @@ class ConvertConfig(ScalerunDataclass):
             raise ConfigError("--from is required: the library that made the file (torchscale)")
         if not self.output:
             raise ConfigError("--output is required: the run folder to write")
+        if (self.source_lang is None) != (self.target_lang is None):
+            raise ConfigError("--source-lang and --target-lang are given together")
+        if self.source_lang is not None and self.vocabulary is None:
+            raise ConfigError("--source-lang and --target-lang belong to --vocabulary")
         if self.dict_ is not None and self.tokenizer is None:
             raise ConfigError("--dict needs the sentencepiece model that it lists: --tokenizer")
 
@@ -98,8 +113,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         arch=translation.arch,
         vocab_size=translation.vocab_size,
         source=source_of(Path(cfg.path), settled),
+        source_vocab_size=translation.source_vocab_size,
     )
-    checkpoint = write_run(converted, output, tokenizer=cfg.tokenizer, words=words)
+    task = with_task(cfg, found, converted.model.max_positions())
+    checkpoint = write_run(
+        converted,
+        output,
+        tokenizer=cfg.tokenizer if found.kind in DECODERS else None,
+        task=task,
+        words=words,
+    )
     num_params = sum(parameter.numel() for parameter in converted.model.parameters())
     logger.info(
         "%s: %s, %s parameters; read back, its logits are the same",
@@ -162,12 +185,12 @@ def with_vocabulary(cfg: ConvertConfig, found: Recognized) -> Recognized:
     Raises:
         UserError: the tokenizer does not fit, or such a model has no use for one.
     """
-    if cfg.tokenizer is None:
+    if cfg.tokenizer is None or found.kind in WITH_TASKS:
         return found
     if found.kind not in DECODERS:
         raise UserError(
-            "--tokenizer makes a run of a decoder, and the weights are of another kind "
-            f"({found.kind.replace('_', '-')}); leave --tokenizer out"
+            "--tokenizer makes a run of a decoder, or of a masked language model, and the weights "
+            f"are of another kind ({found.kind.replace('_', '-')}); leave --tokenizer out"
         )
     tokenizer = load_tokenizer(cfg.tokenizer)
     num_rows = found.num_rows
@@ -177,6 +200,31 @@ def with_vocabulary(cfg: ConvertConfig, found: Recognized) -> Recognized:
     order = torch.tensor(rows_in_our_order(Path(cfg.dict_), tokenizer, num_rows))
     state = {k: t[order] if k in VOCABULARY_TABLES else t for k, t in found.state.items()}
     return replace(found, state=state, sides={"decoder": state})
+
+
+def with_task(
+    cfg: ConvertConfig, found: Recognized, positions: int | None
+) -> ScalerunDataclass | None:
+    """The task of an encoder or encoder-decoder whose vocabulary is given; else None.
+
+    Raises:
+        UserError: the vocabulary does not fit, or is that of another kind of model.
+    """
+    # Only now, so that --help need not wait for torch's distributed packages.
+    from scalerun.cli.converted_task import VocabularyFlags, task_settings
+
+    if found.kind not in WITH_TASKS:
+        if cfg.vocabulary is not None:
+            raise UserError(
+                "--vocabulary makes a run of an encoder-decoder, and the weights are of another "
+                f"kind ({found.kind.replace('_', '-')}); leave it out"
+            )
+        return None
+    flags = VocabularyFlags(
+        cfg.tokenizer, cfg.dict_, cfg.vocabulary, cfg.source_lang, cfg.target_lang
+    )
+    rows = {side: state[EMBEDDING].shape[0] for side, state in found.sides.items()}
+    return task_settings(found.kind, flags, rows=rows, positions=positions)
 
 
 def check_vocabulary(tokenizer: BaseTokenizer, spec: str, num_rows: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from scalerun.checkpoint.checkpoint_manager import CheckpointManager, find_checkpoint
 from scalerun.cli.assembly import run_files
+from scalerun.cli.converted_task import criterion_for
 from scalerun.cli.inference import load_model
 from scalerun.cli.registries import CHOOSERS
 from scalerun.cli.run_folder import RunFolder
@@ -25,6 +26,7 @@ from scalerun.models.base_model import Architecture, BaseModel
 from scalerun.models.beit3 import BEiT3
 from scalerun.models.encoder_decoder import EncoderDecoder
 from scalerun.models.transformer_encoder import TransformerEncoder
+from scalerun.modules.moe.moe_layer import MoELayer
 from scalerun.tasks.base_task import BaseTask, UnknownVocabulary, setup_task
 from scalerun.tasks.streaming_language_modeling import StreamingLanguageModelingConfig
 from scalerun.trainer import Progress
@@ -45,10 +47,17 @@ class ConvertedModel:
     vocab_size: int
     source: dict[str, Any]
     """Where the weights come from, as JSON values."""
+    source_vocab_size: int | None = None
+    """Where an encoder-decoder has two vocabularies."""
 
 
 def write_run(
-    converted: ConvertedModel, output: Path, *, tokenizer: str | None, words: list[str]
+    converted: ConvertedModel,
+    output: Path,
+    *,
+    tokenizer: str | None,
+    words: list[str],
+    task: ScalerunDataclass | None = None,
 ) -> Path:
     """Write ``checkpoint_0`` of a new run folder, and compare it with the model.
 
@@ -59,20 +68,23 @@ def write_run(
         output: a folder that is empty or not there.
         tokenizer: what ``--tokenizer`` of a language model names; None for a run without a task.
         words: the command's arguments.
+        task: settings of the task, where it is not that of a language model.
 
     Raises:
         UserError: the folder cannot be written, or the checkpoint gives other logits.
     """
-    cfg = run_config(converted, tokenizer)
-    task = None
-    if tokenizer is not None:
-        task = setup_task(
+    cfg = run_config(converted, tokenizer, task)
+    served = None
+    if cfg.task is not None:
+        served = setup_task(
             cfg.task, seed=cfg.common.seed, cache_dir=output / "cache", quarantine=Path(os.devnull)
         )
     with RunFolder(output, flag="--output") as folder:
-        files = run_files(cfg, task) | {SOURCE_FILE: json.dumps(converted.source, indent=1) + "\n"}
+        files = run_files(cfg, served) | {
+            SOURCE_FILE: json.dumps(converted.source, indent=1) + "\n"
+        }
         with CheckpointManager(CheckpointConfig(save_dir=str(output)), run_files=files) as manager:
-            manager.save(0, state_of(converted, cfg, task), final=True)
+            manager.save(0, state_of(converted, cfg, served), final=True)
         checkpoint = find_checkpoint(output, "--output")
         try:
             compare(converted.model, load_model(checkpoint))
@@ -83,24 +95,33 @@ def write_run(
     return checkpoint
 
 
-def run_config(converted: ConvertedModel, tokenizer: str | None) -> ScalerunConfig:
+def run_config(
+    converted: ConvertedModel, tokenizer: str | None, task: ScalerunDataclass | None = None
+) -> ScalerunConfig:
     """The settings of a run that would continue with this model; without a tokenizer no task."""
     chosen = {
         name: {"_name": default}
         for name, default in (
-            ("criterion", "cross_entropy"),
+            ("criterion", criterion_for(task, has_experts=has_experts(converted.model))),
             ("optimizer", "adam"),
             ("lr_scheduler", "cosine"),
         )
     }
     cfg = config_from_dict(ScalerunConfig, chosen, choosers=CHOOSERS)
     cfg.model = converted.cfg.named(converted.arch)
-    if tokenizer is not None:
+    if task is not None:
+        cfg.task = task
+    elif tokenizer is not None:
         positions = converted.model.max_positions() or LONGEST_SAMPLE
         cfg.task = StreamingLanguageModelingConfig(
             tokenizer=tokenizer, tokens_per_sample=min(positions, LONGEST_SAMPLE)
         ).named(TASK)
     return cfg
+
+
+def has_experts(model: BaseModel) -> bool:
+    """Whether a model has layers of experts, whose gates have a loss of their own."""
+    return any(isinstance(part, MoELayer) for part in model.modules())
 
 
 def state_of(
@@ -110,7 +131,7 @@ def state_of(
     return {
         "architecture": Architecture(cfg.model),
         "model": converted.model,
-        "task": UnknownVocabulary(converted.vocab_size) if task is None else task,
+        "task": task or UnknownVocabulary(converted.vocab_size, converted.source_vocab_size),
         "trainer": Progress(),
     }
 
@@ -137,9 +158,10 @@ def compare(model: BaseModel, loaded: BaseModel) -> None:
 @torch.no_grad()
 def probe(model: Any) -> Tensor:
     """What a model computes for a few tokens."""
-    limit = model.max_positions() or PROBE_LENGTH
-    table = (model.encoder if isinstance(model, EncoderDecoder) else model).embedding.tokens.weight
-    tokens = (7 * torch.arange(min(limit, PROBE_LENGTH)) % table.shape[0]).unsqueeze(0)
+    numbers = 7 * torch.arange(min(model.max_positions() or PROBE_LENGTH, PROBE_LENGTH))
+    stacks = (model.encoder, model.decoder) if isinstance(model, EncoderDecoder) else (model,)
+    rows = [stack.embedding.tokens.weight.shape[0] for stack in stacks]
+    tokens, *targets = ((numbers % num_rows).unsqueeze(0) for num_rows in rows)
     if isinstance(model, BEiT3):
         vision = model.vision_embedding
         generator = torch.Generator().manual_seed(1)
@@ -148,6 +170,4 @@ def probe(model: Any) -> Tensor:
     if isinstance(model, TransformerEncoder):
         output = model(tokens)
         return output.features if output.logits is None else output.logits
-    return (
-        model(tokens, tokens).logits if isinstance(model, EncoderDecoder) else model(tokens).logits
-    )
+    return model(tokens, *targets).logits

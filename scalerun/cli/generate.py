@@ -8,7 +8,8 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from scalerun.cli.inference_config import InferenceConfig
 from scalerun.cli.output_file import prepare_output_files, refuse_inputs
 from scalerun.cli.segments import Segments, read_segments
 from scalerun.data.length_batches import BatchLimits, LengthBatches
+from scalerun.data.tokenizers.joined_pieces import POST_PROCESSES, join_pieces
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
 from scalerun.dataclass.ranges import above_zero, at_least
@@ -35,6 +37,7 @@ from scalerun.models.encoder_decoder import EncoderDecoder
 from scalerun.tasks.translation import TranslationTask
 from scalerun.tasks.translator import SearchSettings, Translator
 
+DEFAULT_SUBSET = "test"
 DEFAULT_BATCH_SIZE = 64
 SECONDS_BETWEEN_REPORTS = 10.0
 
@@ -46,7 +49,9 @@ class GenerateConfig(InferenceConfig):
     """What ``scalerun.cli.generate`` can be told."""
 
     data: str | None = option(None, "data folder (default: the run's own)", positional=True)
-    gen_subset: str = option("test", "set of DATA to translate, such as test or valid")
+    gen_subset: str | None = option(
+        None, f"set of DATA to translate, such as valid (default: {DEFAULT_SUBSET})"
+    )
     input: str | None = option(
         None, "translate the lines of this file instead, or of standard input (-)"
     )
@@ -75,6 +80,12 @@ class GenerateConfig(InferenceConfig):
     max_tokens: int | None = option(
         None, "tokens of sources translated side by side, padding included"
     )
+    post_process: str | None = option(
+        None,
+        "join the pieces of subword_nmt (ending in @@) or sentencepiece in all texts, where the "
+        "vocabulary lists them as words",
+        choices=POST_PROCESSES,
+    )
     bleu_tokenize: str = option(
         "13a", "how sacreBLEU cuts texts into words; zh for Chinese", choices=TOKENIZERS
     )
@@ -94,6 +105,11 @@ class GenerateConfig(InferenceConfig):
             )
         if self.reference is not None and self.input is None:
             raise ConfigError("--reference belongs to --input; a set of DATA has its own")
+        if self.gen_subset is not None and self.input is not None:
+            raise ConfigError(
+                f"--gen-subset {self.gen_subset} and --input {self.input} both say what to "
+                "translate; remove one of them"
+            )
         above_zero("--batch-size", self.batch_size)
         above_zero("--max-tokens", self.max_tokens)
 
@@ -133,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "prompts with scalerun.cli.interactive_cli"
         )
     refuse_inputs(outputs, [run.task.cfg.data])
-    segments = read_segments(run.task.cfg, cfg.gen_subset, cfg.input, cfg.reference)
+    segments = read_segments(run.task, cfg.gen_subset or DEFAULT_SUBSET, cfg.input, cfg.reference)
     if segments.references is not None:
         require_sacrebleu("scoring translations")
     elif cfg.scores is not None:
@@ -142,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     translator = Translator(SequenceGenerator(run.model, run.task.tokenizer), cfg.search_settings())
     with cfg.precision(run.cfg.common, device).autocast():
         answers = translate(segments, run.task, translator, cfg.limits())
+    segments, answers = joined(segments, answers, cfg.post_process)
     write_answers(cfg, segments, answers)
     if segments.references is not None:
         best = [plain(each) for each in answers]
@@ -158,9 +175,7 @@ def translate(
     Raises:
         UserError: a source is too long; names the line.
     """
-    end = task.source_tokenizer.dictionary.eos
-    texts = [text if text.strip() else "" for text in segments.sources]
-    tokens = [[*task.source_tokenizer.encode(text), end] if text else [] for text in texts]
+    tokens = segments.source_tokens(task.source_tokenizer)
     lines = [line for line, each in enumerate(tokens) if each]
     _check_lengths(segments, {line: len(tokens[line]) for line in lines}, translator, limits)
     answers: list[list[Generation]] = [[] for _ in tokens]
@@ -193,6 +208,17 @@ def _check_lengths(
                     f"{segments.name}, line {line + 1}: {length} tokens exceed {what}, {limit}; "
                     "shorten the line"
                 )
+
+
+def joined(
+    segments: Segments, answers: Sequence[Sequence[Generation]], post_process: str | None
+) -> tuple[Segments, list[list[Generation]]]:
+    """The same with the pieces of words joined in all texts."""
+    join = partial(join_pieces, post_process=post_process)
+    texts = [[replace(each, text=join(each.text)) for each in those] for those in answers]
+    references = None if segments.references is None else list(map(join, segments.references))
+    sources = list(map(join, segments.sources))
+    return replace(segments, sources=sources, references=references), texts
 
 
 def plain(hypotheses: Sequence[Generation]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from scalerun.cli.entry import run_cli
 from scalerun.cli.inference_config import InferenceConfig
-from scalerun.cli.interactive_cli import usable
+from scalerun.cli.session import usable
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import parse_config
 from scalerun.dataclass.ranges import above_zero, at_least

@@ -1,4 +1,4 @@
-"""Binarise text: ``python -m scalerun.cli.preprocess --trainpref TEXT --destdir FOLDER``."""
+"""Binarise text, or pairs of it: ``python -m scalerun.cli.preprocess --trainpref TEXT …``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,6 +18,7 @@ from tqdm import tqdm
 from scalerun.checkpoint.atomic import sync_folder, write_file
 from scalerun.cli.entry import run_cli
 from scalerun.cli.output_file import refuse_full_folder
+from scalerun.cli.preprocess_config import PreprocessConfig, TextSet, VocabularyPlan
 from scalerun.data.binarised.binarisation import (
     Binariser,
     TextCounts,
@@ -31,88 +32,20 @@ from scalerun.data.ordered_workers import OrderedWorkers
 from scalerun.data.tokenizers.base_tokenizer import BaseTokenizer
 from scalerun.data.tokenizers.fairseq_dictionary import read_fairseq_dictionary
 from scalerun.data.tokenizers.fairseq_tokenizer import (
-    DICTIONARY_FILE,
     ONE_FILE,
     RECORD_FILE,
+    dictionary_file,
     load_vocabulary,
     piece_names,
 )
 from scalerun.data.tokenizers.tokenizer import BYTES, load_tokenizer
-from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.parser import parse_config
-from scalerun.dataclass.ranges import MAX_WORKERS, at_least
-from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.logging.console import setup_logging
 
 logger = logging.getLogger("scalerun.cli.preprocess")  # also when run as __main__
 
 COMPRESSED = (".gz", ".zst")
-
-
-@dataclass
-class PreprocessConfig(ScalerunDataclass):
-    """What ``scalerun.cli.preprocess`` can be told."""
-
-    trainpref: list[str] = option(
-        [], "text files to train on: an item a line, or JSON lines with the key text"
-    )
-    validpref: list[str] = option([], "text files to validate on; each becomes a set")
-    testpref: list[str] = option([], "text files to test on; each becomes a set")
-    destdir: str = option("data-bin", "folder to write; must be empty or new")
-    only_source: bool = option(True, "text of one language; pairs of languages are not made here")
-    srcdict: str | None = option(
-        None, "dict.txt to use (default: the words of --trainpref, or the tokenizer's pieces)"
-    )
-    thresholdsrc: int = option(0, "words that --trainpref has less often become <unk>")
-    nwordssrc: int = option(-1, "symbols of the vocabulary at most; -1 for no limit")
-    padding_factor: int = option(8, "fill dict.txt up to a multiple of this many symbols")
-    tokenizer: str | None = option(
-        None,
-        "bytes, a sentencepiece .model file, or a tokenizers .json file (default: white space "
-        "parts words)",
-    )
-    vocab_filename: str | None = option(None, "GPT-2 vocab.json, with --merges-filename")
-    merges_filename: str | None = option(None, "GPT-2 merges.txt, with --vocab-filename")
-    end_of_document_symbol: str | None = option(
-        None, "the tokenizer's symbol for the end of a document (default: the usual one)"
-    )
-    workers: int = option(1, "processes")
-
-    def validate(self) -> None:
-        if not self.only_source:
-            raise ConfigError("--no-only-source asks for pairs of languages, which are not made")
-        if not (self.trainpref or self.validpref or self.testpref):
-            raise ConfigError("there is nothing to binarise: give --trainpref TEXT")
-        if not self.destdir:
-            raise ConfigError("--destdir is empty; name the folder to write")
-        at_least("--padding-factor", self.padding_factor, 1)
-        if not 1 <= self.workers <= MAX_WORKERS:
-            raise ConfigError(f"--workers is {self.workers}; give 1 to {MAX_WORKERS}")
-        words = not self.has_tokenizer and self.srcdict is None
-        if words and not self.trainpref:
-            raise ConfigError("a vocabulary is needed: --srcdict, --tokenizer, or --trainpref")
-        at_least("--thresholdsrc", self.thresholdsrc, 0)
-        at_least("--nwordssrc", self.nwordssrc, -1)
-        if not words and (self.thresholdsrc > 0 or self.nwordssrc > 0):
-            raise ConfigError(
-                "--thresholdsrc and --nwordssrc choose words of --trainpref; leave them out with "
-                "--srcdict and --tokenizer"
-            )
-        if self.end_of_document_symbol is not None and not self.has_tokenizer:
-            raise ConfigError("--end-of-document-symbol belongs to --tokenizer")
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether a tokenizer is named; else white space parts words."""
-        return bool(self.tokenizer or self.vocab_filename or self.merges_filename)
-
-    @property
-    def sets(self) -> dict[str, Path]:
-        """The text file of each set: train, train1, ..., valid, ..., test, ..."""
-        named = (("train", self.trainpref), ("valid", self.validpref), ("test", self.testpref))
-        return {
-            f"{name}{i or ''}": Path(file) for name, files in named for i, file in enumerate(files)
-        }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,23 +66,47 @@ def preprocess(cfg: PreprocessConfig) -> None:
     """
     destination = Path(cfg.destdir).absolute()
     refuse_full_folder("--destdir", destination)
-    for path in cfg.sets.values():
-        if not path.is_file():
-            raise UserError(f"{path} is not there, or is no file; give a text file")
+    for text in (text for texts in cfg.sets() for text in texts):
+        if not text.path.is_file():
+            raise UserError(f"{text.path} is not there, or is no file; give a text file")
     with new_folder(destination) as folder:
-        record = write_vocabulary(cfg, folder)
-        vocabulary = load_vocabulary(folder)
-        logger.info("%s: %d symbols", DICTIONARY_FILE, vocabulary.dictionary.num_real_symbols)
-        counts = {
-            name: binarise(path, folder / name, vocabulary, workers=cfg.workers)
-            for name, path in cfg.sets.items()
-        }
-        for name, each in counts.items():
-            if not each.tokens:
-                raise UserError(f"{cfg.sets[name]} has no text; give a file with some")
-        record["sets"] = {name: noted(each, cfg) for name, each in counts.items()}
+        record = write_vocabularies(cfg, folder)
+        vocabularies = {language: load_vocabulary(folder, language) for language in cfg.languages}
+        for language, vocabulary in vocabularies.items():
+            size = vocabulary.dictionary.num_real_symbols
+            logger.info("%s: %d symbols", dictionary_file(language), size)
+        record["sets"] = {}
+        for texts in cfg.sets():
+            counts = [
+                binarise(
+                    text.path, folder / text.name, vocabularies[text.language], workers=cfg.workers
+                )
+                for text in texts
+            ]
+            check_counts(texts, counts)
+            record["sets"] |= {
+                text.name: noted(each, cfg) for text, each in zip(texts, counts, strict=True)
+            }
         write_file(folder / RECORD_FILE, encoded(record))
-    logger.info("%s is ready: --task language_modeling trains on it", destination)
+    task = "translation" if cfg.is_pairs else "language_modeling"
+    logger.info("%s is ready: --task %s trains on it", destination, task)
+
+
+def check_counts(texts: Sequence[TextSet], counts: Sequence[TextCounts]) -> None:
+    """Refuse a set without text, and sides that are not line by line translations.
+
+    Raises:
+        UserError: names the files.
+    """
+    for text, each in zip(texts, counts, strict=True):
+        if not each.tokens:
+            raise UserError(f"{text.path} has no text; give a file with some")
+    if len({each.items for each in counts}) > 1:
+        (first, second), (ours, theirs) = texts, counts
+        raise UserError(
+            f"{first.path} has {ours.items} lines and {second.path} has {theirs.items}; line n of "
+            "one has to be the translation of line n of the other"
+        )
 
 
 @contextlib.contextmanager
@@ -184,30 +141,42 @@ def new_folder(destination: Path) -> Iterator[Path]:
         sync_folder(destination.parent)
 
 
-def write_vocabulary(cfg: PreprocessConfig, folder: Path) -> dict[str, Any]:
-    """Write ``dict.txt`` and the tokenizer's files; return what the record says of them."""
+def write_vocabularies(cfg: PreprocessConfig, folder: Path) -> dict[str, Any]:
+    """Write the dictionaries and the tokenizer's files; return what the record says of them."""
     record: dict[str, Any] = {"tokenizer": None}
-    symbols: list[tuple[str, int]] = []
+    pieces: list[tuple[str, int]] = []
     if cfg.has_tokenizer:
         tokenizer = load_tokenizer(
             cfg.tokenizer, cfg.vocab_filename, cfg.merges_filename, cfg.end_of_document_symbol
         )
-        symbols = [(name, 1) for name in piece_names(tokenizer)]
+        pieces = [(name, 1) for name in piece_names(tokenizer)]
         files = stored_names(tokenizer)
         record["tokenizer"] = BYTES if cfg.tokenizer == BYTES else sorted(files)
         record["end_of_document_symbol"] = cfg.end_of_document_symbol
         for name, source in files.items():
             write_file(folder / name, source.read_bytes())
-    if cfg.srcdict is not None:
-        if not read_fairseq_dictionary(Path(cfg.srcdict), "--srcdict"):
-            raise UserError(f"--srcdict {cfg.srcdict} lists no symbol; give fairseq's dict.txt")
-        content = Path(cfg.srcdict).read_bytes()
-    else:
-        symbols = symbols or words_of_training(cfg)
-        content = dictionary_text(symbols, padding_factor=cfg.padding_factor).encode()
-    write_file(folder / DICTIONARY_FILE, content)
+    for plan in cfg.vocabularies():
+        content = dictionary_content(plan, cfg, pieces)
+        for name in plan.files:
+            write_file(folder / name, content)
     write_file(folder / RECORD_FILE, encoded(record))
     return record
+
+
+def dictionary_content(
+    plan: VocabularyPlan, cfg: PreprocessConfig, pieces: list[tuple[str, int]]
+) -> bytes:
+    """A dictionary: the one that is given, or the tokenizer's pieces, or words.
+
+    Raises:
+        UserError: the one that is given lists nothing.
+    """
+    if plan.given is not None:
+        if not read_fairseq_dictionary(Path(plan.given), plan.flag):
+            raise UserError(f"{plan.flag} {plan.given} lists no symbol; give fairseq's dict.txt")
+        return Path(plan.given).read_bytes()
+    symbols = pieces or words_of(plan, cfg.workers)
+    return dictionary_text(symbols, padding_factor=cfg.padding_factor).encode()
 
 
 def stored_names(tokenizer: BaseTokenizer) -> dict[str, Path]:
@@ -218,15 +187,15 @@ def stored_names(tokenizer: BaseTokenizer) -> dict[str, Path]:
     return {ONE_FILE[path.suffix == ".json"]: path}
 
 
-def words_of_training(cfg: PreprocessConfig) -> list[tuple[str, int]]:
-    """The words of the files to train on, as ``dict.txt`` lists them."""
+def words_of(plan: VocabularyPlan, num_workers: int) -> list[tuple[str, int]]:
+    """The words of the files to train on, as a dictionary lists them."""
     words: Counter[str] = Counter()
-    with OrderedWorkers(count_words, cfg.workers) as workers:
-        for file in cfg.trainpref:
-            batches = workers.map(read_batches(Path(file)))
-            for counted in shown(batches, Path(file), "counting words"):
+    with OrderedWorkers(count_words, num_workers) as workers:
+        for file in plan.texts:
+            batches = workers.map(read_batches(file))
+            for counted in shown(batches, file, f"counting words of {file.name}"):
                 words.update(counted.words)
-    return choose_words(words, threshold=cfg.thresholdsrc, num_words=cfg.nwordssrc)
+    return choose_words(words, threshold=plan.threshold, num_words=plan.num_words)
 
 
 def binarise(path: Path, prefix: Path, tokenizer: BaseTokenizer, *, workers: int) -> TextCounts:

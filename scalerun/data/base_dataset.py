@@ -44,6 +44,11 @@ class BaseDataset(ABC, Generic[Sample]):
         return "the data"
 
     @property
+    def place(self) -> str:
+        """The name with the folder of the data, for messages about what is in its files."""
+        return self.name
+
+    @property
     @abstractmethod
     def fingerprint(self) -> str:
         """Hex digest of the data and of all settings that decide which samples there are."""

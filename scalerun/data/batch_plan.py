@@ -82,7 +82,7 @@ def plan_updates(
     while not max_epoch or position.epoch <= max_epoch:
         segments, after = _take(dataset, position, cut.samples_per_update(position.epoch))
         if not segments:
-            raise UserError(f"{dataset.name} has no documents; check the text files")
+            raise UserError(f"{dataset.place} has no documents; check the text files")
         yield _batches(segments, position, after, cut)
         position = after
 

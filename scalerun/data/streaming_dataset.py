@@ -100,6 +100,11 @@ class StreamingTextDataset(BaseDataset[Any]):
         return self.split.name
 
     @property
+    def place(self) -> str:
+        folders = sorted({str(file.path.parent) for file in self.split.shards[0]})
+        return f"{self.name} ({', '.join(folders)})"
+
+    @property
     def fingerprint(self) -> str:
         return self._fingerprint
 
@@ -133,12 +138,12 @@ class StreamingTextDataset(BaseDataset[Any]):
             lines = self.lines()
             if lines.other_part:
                 raise UserError(
-                    f"{self.name} has no documents: all {lines.other_part} are on the other side "
+                    f"{self.place} has no documents: all {lines.other_part} are on the other side "
                     "of --valid-fraction; choose another share, or make the folders train and valid"
                 )
             raise UserError(
-                f"{self.name} has no documents: {lines.lines} lines, of which {lines.blank} blank, "
-                f"{lines.empty} empty and {lines.quarantined} bad; check the text files"
+                f"{self.place} has no documents: {lines.lines} lines, of which {lines.blank} "
+                f"blank, {lines.empty} empty and {lines.quarantined} bad; check the text files"
             )
 
     def shard(self, epoch: int, index: int) -> Sequence[Any]:

@@ -16,6 +16,7 @@ from scalerun.dataclass.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _RANKS = "ranks are those of torchrun or Slurm, or as many as --distributed-world-size says"
+_PIECES = {"@@ ": "subword_nmt", "subword_nmt": "subword_nmt", "sentencepiece": "sentencepiece"}
 _COPIES = "each data-parallel rank has a copy of the weights"
 
 READ_AS = {
@@ -30,6 +31,11 @@ READ_AS = {
     "--memory-efficient-fp16": ("--fp16", "weights are float32, products half precision"),
     "--min-len=": ("--min-new-tokens=", "the prompt is not counted"),
     "--no-progress-bar": ("--log-format simple", "a line for each --log-interval updates"),
+    "--remove-bpe": ("--post-process subword_nmt", "one flag joins the pieces of words"),
+    "--eval-bleu-remove-bpe": (
+        "--eval-bleu-post-process subword_nmt",
+        "one flag joins the pieces of words",
+    ),
     "--sampling-topp=": ("--top-p=", "it is one of several rules to sample by"),
 }
 """Flag: the words that stand for it, and why. One that takes a value ends in ``=``; the value goes
@@ -41,6 +47,9 @@ VALUES_READ_AS = {
     ("--ddp-backend", "no_c10d"): ("pytorch_ddp", _COPIES),
 }
 """Flag that scalerun has, and another trainer's value: the value that is read, and why."""
+
+OPTIONAL_VALUES = {"--remove-bpe": _PIECES, "--eval-bleu-remove-bpe": _PIECES}
+"""Flag of :data:`READ_AS` that may have a value, and the values that then replace the last word."""
 
 LEFT_OUT = {
     "--distributed-no-spawn --device-id= --local-rank=": _RANKS,
@@ -142,7 +151,7 @@ FOREIGN_FLAGS = _table()
 """By spelling. A flag of the command itself comes before one of these."""
 
 
-def without_foreign_flags(words: Sequence[str], known: Container[str]) -> list[str]:
+def without_foreign_flags(given: Sequence[str], known: Container[str]) -> list[str]:
     """A command line in which flags and values of other trainers have given way to scalerun's.
 
     Each that does is logged, by the first rank of a launcher.
@@ -154,7 +163,7 @@ def without_foreign_flags(words: Sequence[str], known: Container[str]) -> list[s
         ConfigError: a flag has no counterpart, and without it the results would be others.
     """
     result: list[str] = []
-    rest = deque(words)
+    rest = deque(given)
     while rest:
         word = rest.popleft()
         spelling, equals, inline = word.partition("=")
@@ -169,12 +178,20 @@ def without_foreign_flags(words: Sequence[str], known: Container[str]) -> list[s
             flag = FOREIGN_FLAGS[spelling]
             if flag.words is None:
                 raise ConfigError(f"{spelling} is not a flag of scalerun: {flag.why}")
+            words, values = flag.words, OPTIONAL_VALUES.get(spelling, {})
+            if value in values:
+                words = (words[0], values[value])
+                if not equals:
+                    rest.popleft()
+            elif values and equals:
+                choices = " or ".join(sorted({*values.values()}))
+                raise ConfigError(f"{spelling} takes {choices}; {value!r} was given")
             if flag.takes_value and not equals:
                 if not rest or value.startswith("--"):
                     raise ConfigError(f"{spelling} expects a value")
                 rest.popleft()
-            result += [*flag.words, *([value] if flag.words and flag.takes_value else [])]
-            read_as = f"read as {' '.join(flag.words)}" if flag.words else "left out"
+            result += [*words, *([value] if words and flag.takes_value else [])]
+            read_as = f"read as {' '.join(words)}" if words else "left out"
             _note(f"{spelling} is {read_as}: {flag.why}")
         else:
             result.append(word)

@@ -174,7 +174,7 @@ class _Builder:
 
     def _component(self, slot: _Slot) -> ScalerunDataclass:
         chooser = self.choosers[slot.field]
-        name = self.early_value(slot.flag, slot.field, "_name") or slot.default
+        name = self._chosen(slot) or slot.default or self._implied(slot)
         if name is None:
             if "--help" in self.words or "-h" in self.words:
                 return ScalerunDataclass()
@@ -182,6 +182,15 @@ class _Builder:
                 f"{slot.flag} is required: {slot.help} (choices: {', '.join(chooser.names())})"
             )
         return chooser.config_for(name)
+
+    def _chosen(self, slot: _Slot) -> str | None:
+        return self.early_value(slot.flag, slot.field, "_name")
+
+    def _implied(self, slot: _Slot) -> str | None:
+        """What a component that is chosen needs in a slot that nobody has filled."""
+        chosen = [(other.field, self._chosen(other)) for other in self.slots]
+        configs = [self.choosers[field].config_for(name) for field, name in chosen if name]
+        return next((c.implied[slot.field] for c in configs if slot.field in c.implied), None)
 
     def _refuse_flags_of_slots(self, path: Path, content: DictConfig) -> None:
         """Say how a file chooses a component, where it spells the flag that does: ``arch: NAME``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from scalerun.dataclass.errors import ConfigError
@@ -57,6 +57,10 @@ class ScalerunDataclass:
 
     free_settings: ClassVar[frozenset[str]] = frozenset()
     """Settings of a model that may change when a run goes on: they do not change its function."""
+
+    implied: ClassVar[Mapping[str, str]] = {}
+    """What another component has to be beside this one: its slot, and the only name that will do.
+    It is chosen where nobody chooses one."""
 
     _name: str | None = None
     _read_only: bool = False

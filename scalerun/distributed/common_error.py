@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 PATIENCE_SECONDS = 3.0
 """How long an error waits for ranks of which nothing is known to have it too."""
 POLL_SECONDS = 0.02
+CONNECT_SECONDS = 0.2
+"""Between two tries to reach the host of the store."""
+MEETING_POLL_SECONDS = 1.0
+"""At most, between two looks whether all have come."""
 _JOINED, _ERRORS, _SAID, _HEARD = "joined", "errors", "said", "heard"
 
 
@@ -34,6 +39,8 @@ def open_store(place: Rendezvous, timeout: timedelta) -> Store:
     Raises:
         RuntimeError: it cannot be reached.
     """
+    if not place.hosts_store:
+        _wait_for_host(place, timeout)
     store = torch.distributed.TCPStore(
         place.address,
         place.port,
@@ -47,9 +54,35 @@ def open_store(place: Rendezvous, timeout: timedelta) -> Store:
     return torch.distributed.PrefixStore(f"attempt_{place.attempt}", store)
 
 
-def note_joined(store: Store) -> None:
-    """Leave word that this rank has got as far as to meet the others."""
-    store.add(_JOINED, 1)
+def _wait_for_host(place: Rendezvous, timeout: timedelta) -> None:
+    """Wait until somebody listens where the store is to be; torch's own wait prints its stack."""
+    end = time.monotonic() + timeout.total_seconds()
+    while True:
+        left = end - time.monotonic()
+        try:
+            with socket.create_connection((place.address, place.port), max(left, POLL_SECONDS)):
+                return
+        except OSError as error:
+            if left < CONNECT_SECONDS:
+                raise RuntimeError(f"{error.strerror or error}") from error
+        time.sleep(CONNECT_SECONDS)
+
+
+def meet(store: Store, world_size: int, timeout: timedelta) -> None:
+    """Leave word that this rank has got as far as to meet the others, and wait for theirs.
+
+    Raises:
+        RuntimeError: not all have come in time.
+    """
+    come = store.add(_JOINED, 1)
+    end = time.monotonic() + timeout.total_seconds()
+    pause = POLL_SECONDS / 4
+    while come < world_size:
+        if time.monotonic() > end:
+            raise RuntimeError(f"{come} of {world_size} came")
+        time.sleep(pause)
+        pause = min(1.5 * pause, MEETING_POLL_SECONDS)  # a thousand ranks ask one host
+        come = store.add(_JOINED, 0)
 
 
 def say_error(text: str, place: Rendezvous | None, say: Callable[[str], None]) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from scalerun.dataclass.configs import DistributedConfig
 from scalerun.dataclass.errors import ConfigError, UserError
-from scalerun.distributed.common_error import note_joined, open_store
+from scalerun.distributed.common_error import meet, open_store
 from scalerun.distributed.mesh import build_meshes, parallel_dims
 from scalerun.distributed.ranks import Control, Ranks
 from scalerun.distributed.rendezvous import Rendezvous
@@ -60,7 +60,7 @@ def join(
     dist = torch.distributed
     try:
         store = open_store(rendezvous, timeout)
-        note_joined(store)
+        meet(store, world_size, timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=store,

@@ -135,7 +135,8 @@ def _check_deterministic(cfg: DistributedConfig, data: int) -> None:
     """Refuse layouts whose sums have an order of their own."""
     if data & (data - 1):
         raise ConfigError(
-            f"--deterministic-reduce needs 1, 2, 4, 8 ... data-parallel ranks, and there are {data}"
+            "--deterministic-reduce needs 1, 2, 4, 8 ... data-parallel ranks, and there are "
+            f"{data}; start so many, or remove the flag"
         )
     for flag, value, most in (
         ("--expert-parallel-size", cfg.expert_parallel_size, 1),

@@ -75,18 +75,19 @@ def _torchrun(environment: Mapping[str, str]) -> Rendezvous | None:
 
 
 def _slurm(cfg: DistributedConfig, environment: Mapping[str, str]) -> Rendezvous | None:
-    """One process per task of an ``srun`` step."""
+    """One process per task of an ``srun`` step; ``MASTER_ADDR`` and ``MASTER_PORT`` may be set."""
     world_size = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     if world_size == 1 or "SLURM_PROCID" not in environment:
         return None
     first, count = SLURM_PORTS
+    port = environment.get("MASTER_PORT") or first + int(environment["SLURM_JOB_ID"]) % count
     rank = int(environment["SLURM_PROCID"])
     return Rendezvous(
         rank=rank,
         world_size=world_size,
         local_rank=int(environment["SLURM_LOCALID"]),
-        address=_first_host(environment["SLURM_STEP_NODELIST"]),
-        port=cfg.distributed_port or first + int(environment["SLURM_JOB_ID"]) % count,
+        address=environment.get("MASTER_ADDR") or _first_host(environment["SLURM_STEP_NODELIST"]),
+        port=cfg.distributed_port or int(port),
         hosts_store=rank == 0,
         attempt=environment.get("SLURM_RESTART_COUNT", "0"),
     )
@@ -99,5 +100,8 @@ def _first_host(nodes: str) -> str:
     try:
         listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"'{' '.join(command)}' failed, so the hosts are not known") from error
+        raise UserError(
+            f"'{' '.join(command)}' failed, so the hosts are not known; set MASTER_ADDR to the "
+            "first one"
+        ) from error
     return listed.split()[0]

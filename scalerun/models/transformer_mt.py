@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import option
@@ -33,6 +35,8 @@ class TransformerMTConfig(AttentionConfig, EncoderSide, DecoderSide):
         "max_source_positions",
         "max_target_positions",
     }
+
+    implied: ClassVar[Mapping[str, str]] = {"task": "translation"}
 
     share_all_embeddings: bool = option(
         False, "one token embedding for encoder, decoder and output projection"

@@ -292,14 +292,17 @@ class UnknownVocabulary:
 
     Args:
         size: number of rows.
+        source_size: that of the source's, where it has a vocabulary of its own.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, source_size: int | None = None) -> None:
         self.size = size
+        self.source_size = source_size
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`BaseTask.state_dict`, without a digest."""
-        return {"vocabulary": None, "vocabulary_size": self.size}
+        source = {} if self.source_size is None else {"source_vocabulary_size": self.source_size}
+        return {"vocabulary": None, "vocabulary_size": self.size, **source}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take another checkpoint's size."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from scalerun.data.batch import IGNORE_INDEX, Batch
 from scalerun.data.tokenizers.base_tokenizer import BaseTokenizer
+from scalerun.data.tokenizers.joined_pieces import POST_PROCESSES, join_pieces, reference_text
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
 from scalerun.distributed.ranks import Control, Ranks
@@ -38,6 +39,12 @@ class EvalBleuConfig(ScalerunDataclass):
         1.2, "longest translation: this many tokens for each token of the source, and"
     )
     eval_bleu_max_len_b: int = option(10, "this many tokens more")
+    eval_bleu_post_process: str | None = option(
+        None,
+        "join the pieces of subword_nmt (ending in @@) or sentencepiece before texts are compared, "
+        "where the vocabulary lists them as words",
+        choices=POST_PROCESSES,
+    )
     eval_bleu_tokenize: str = option(
         "13a", "how sacreBLEU cuts texts into words; zh for Chinese", choices=TOKENIZERS
     )
@@ -75,6 +82,7 @@ class EvalBleuConfig(ScalerunDataclass):
             Translator(generator, self.search_settings()),
             pad=pad,
             tokenize=self.eval_bleu_tokenize,
+            post_process=self.eval_bleu_post_process,
             control=ranks.control,
         )
 
@@ -98,6 +106,7 @@ class BleuScorer(BaseScorer):
         pad: fills short sources.
         tokenize: how sacreBLEU cuts texts into words.
         control: gathers the texts of all ranks.
+        post_process: how pieces of words are joined.
     """
 
     def __init__(
@@ -107,12 +116,14 @@ class BleuScorer(BaseScorer):
         pad: int,
         tokenize: str,
         control: Control,
+        post_process: str | None = None,
     ) -> None:
         self.translator = translator
         self.pad = pad
         self.tokenizer = translator.generator.tokenizer
         self.tokenize = tokenize
         self.control = control
+        self.post_process = post_process
         self._texts: dict[int, tuple[str, str]] = {}
         """Translation and reference by the place of the pair in the set."""
 
@@ -124,8 +135,10 @@ class BleuScorer(BaseScorer):
         found = self.control.together(lambda: self.translator.translate(sources))
         targets = batch.targets.tolist()
         for place, answers, target in zip(batch.sample_ids, found, targets, strict=False):
-            reference = self.tokenizer.decode(i for i in target if i != IGNORE_INDEX)
-            self._texts[place] = (answers[0].text, reference)
+            ids = (i for i in target if i != IGNORE_INDEX)
+            texts = answers[0].text, reference_text(self.tokenizer, ids)
+            hypothesis, reference = (join_pieces(text, self.post_process) for text in texts)
+            self._texts[place] = (hypothesis, reference)
 
     def scores(self) -> dict[str, float]:
         together: dict[int, tuple[str, str]] = {}

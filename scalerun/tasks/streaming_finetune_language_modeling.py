@@ -13,6 +13,9 @@ from scalerun.tasks.streaming_language_modeling import (
     StreamingLanguageModelingTask,
 )
 
+SHORTEST = 2
+"""Tokens of the shortest sequence: one of the source, one of the target."""
+
 
 @dataclass
 class StreamingFinetuneLanguageModelingConfig(StreamingLanguageModelingConfig):
@@ -27,6 +30,11 @@ class StreamingFinetuneLanguageModelingConfig(StreamingLanguageModelingConfig):
 
     def validate(self) -> None:
         super().validate()
+        if self.tokens_per_sample < SHORTEST:
+            raise ConfigError(
+                f"--tokens-per-sample is {self.tokens_per_sample}, which leaves no room for a "
+                f"source before its target; give {SHORTEST} or more"
+            )
         if self.sample_break_mode == "complete" and not self.document_masking:
             raise ConfigError(
                 "--sample-break-mode complete puts several examples into a sequence, where each "

@@ -1,84 +1,42 @@
-"""Translation: from each line of one text file to the same line of another."""
+"""Translation: from each line of one file to the same line of another, as text or binarised."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from scalerun.data.length_batches import BatchLimits
-from scalerun.data.parallel.parallel_dataset import ParallelDataset, ParallelRecipe, Side
+from scalerun.data.parallel.binarised_pairs import PairFolder
+from scalerun.data.parallel.binarised_side import binarised_side
+from scalerun.data.parallel.parallel_dataset import ParallelDataset, ParallelRecipe
 from scalerun.data.parallel.parallel_layout import find_pair, find_pair_sets
+from scalerun.data.parallel.side import Longest, Side, text_side
 from scalerun.data.text.quarantine import QuarantineFile
-from scalerun.data.text.segment_dataset import SEGMENTS, SegmentFile
+from scalerun.data.text.segment_dataset import SEGMENTS
 from scalerun.data.text.token_cache import TokenCache
-from scalerun.data.tokenizers.tokenizer import BYTES, BaseTokenizer, load_tokenizer
+from scalerun.data.tokenizers.tokenizer import BaseTokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
-from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass, option
+from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.distributed.ranks import Ranks
 from scalerun.models.base_model import MODEL_REGISTRY, BaseModel
 from scalerun.models.encoder_decoder import EncoderDecoder
 from scalerun.tasks.base_task import BaseTask, register_task
-from scalerun.tasks.eval_bleu import BleuScorer, EvalBleuConfig
-from scalerun.tasks.text_files import TextFilesConfig, usable_cpus
+from scalerun.tasks.eval_bleu import BleuScorer
+from scalerun.tasks.text_files import usable_cpus
+from scalerun.tasks.translation_config import TranslationConfig, with_languages
+from scalerun.tasks.translation_vocabulary import (
+    check_vocabularies,
+    load_vocabularies,
+    vocabulary_files,
+    with_vocabulary_files,
+)
 
 EXPECTED_LENGTH = 32
 """Tokens of a sentence, more or less, for an estimate until the text has been read."""
-
-
-@dataclass
-class TranslationConfig(EvalBleuConfig, TextFilesConfig):
-    """Where the parallel text is and how it becomes tokens."""
-
-    data: str = option("", "folder with train.SOURCE, train.TARGET, valid.SOURCE…", positional=True)
-    source_lang: str | None = option(
-        None, "what the names of the source files end in, such as en", aliases=("-s",)
-    )
-    target_lang: str | None = option(
-        None, "what the names of the target files end in, such as es", aliases=("-t",)
-    )
-    tokenizer: str | None = option(
-        None,
-        "joint vocabulary of both sides: bytes, a sentencepiece .model file, or a tokenizers "
-        ".json file",
-    )
-    source_tokenizer: str | None = option(
-        None, "vocabulary of the source alone, with --target-tokenizer"
-    )
-    target_tokenizer: str | None = option(
-        None, "vocabulary of the target alone, with --source-tokenizer"
-    )
-
-    def validate(self) -> None:
-        super().validate()
-        if not self.data:
-            raise ConfigError("the data folder is missing: give it as the first argument")
-        for flag, value in (
-            ("--source-lang", self.source_lang),
-            ("--target-lang", self.target_lang),
-        ):
-            if not value:
-                raise ConfigError(f"{flag} is required: the ending of its files, such as en")
-        if self.source_lang == self.target_lang:
-            raise ConfigError(
-                f"--source-lang and --target-lang are both {self.source_lang}; give two endings"
-            )
-        separate = (self.source_tokenizer, self.target_tokenizer)
-        if self.tokenizer is not None and any(separate):
-            raise ConfigError(
-                "--tokenizer is for both sides; give it alone, or --source-tokenizer and "
-                "--target-tokenizer"
-            )
-        if self.tokenizer is None and not all(separate):
-            raise ConfigError(
-                "--tokenizer is required for a joint vocabulary, or --source-tokenizer and "
-                "--target-tokenizer for two: bytes, a sentencepiece .model file or a tokenizers "
-                ".json file"
-            )
 
 
 @register_task("translation", TranslationConfig)
@@ -119,11 +77,8 @@ class TranslationTask(BaseTask):
     def setup_task(
         cls, cfg: TranslationConfig, *, seed: int, cache_dir: Path, quarantine: Path
     ) -> Self:
-        if cfg.tokenizer is not None:
-            source = target = load_tokenizer(cfg.tokenizer)
-        else:
-            source = load_tokenizer(cfg.source_tokenizer, flag="--source-tokenizer")
-            target = load_tokenizer(cfg.target_tokenizer, flag="--target-tokenizer")
+        cfg = with_languages(cfg)
+        source, target = load_vocabularies(cfg)
         folder = cfg.cache_folder(cache_dir)
         return cls(cfg, source, target, seed=seed, cache_dir=folder, quarantine=quarantine)
 
@@ -170,15 +125,11 @@ class TranslationTask(BaseTask):
 
     def read_dataset(self, split: str, *, training: bool) -> ParallelDataset:
         cfg = self.cfg
-        assert cfg.source_lang is not None
-        assert cfg.target_lang is not None
-        source, target = find_pair(
-            cfg.data, split, source_lang=cfg.source_lang, target_lang=cfg.target_lang
-        )
+        source, target = self._sides(split, training=training)
         dataset = ParallelDataset(
             split,
-            self._side(source, self.source_tokenizer, self.max_positions[0], "source"),
-            self._side(target, self.tokenizer, self.max_positions[1], "target"),
+            source,
+            target,
             recipe=ParallelRecipe(
                 limits=self.limits[training],
                 seed=self.seed if training else None,
@@ -190,24 +141,61 @@ class TranslationTask(BaseTask):
             self.sequence_length = round(float(dataset.lengths_NS[:, 1].mean()))
         return dataset
 
-    def _side(
-        self, file: SegmentFile, tokenizer: BaseTokenizer, max_positions: int | None, name: str
-    ) -> Side:
-        cache = TokenCache(
+    def _sides(self, split: str, *, training: bool) -> list[Side]:
+        cfg, pairs = self.cfg, self.cfg.pairs()
+        if pairs is not None:
+            return self.binarised_sides(pairs, split, whole=training)
+        source_lang, target_lang = cfg.languages
+        files = find_pair(cfg.data, split, source_lang=source_lang, target_lang=target_lang)
+        return [
+            text_side(file, self._cache(tokenizer), longest)
+            for file, tokenizer, longest in zip(
+                files, self._tokenizers(), self._longest(), strict=True
+            )
+        ]
+
+    def binarised_sides(
+        self, pairs: PairFolder, split: str, *, whole: bool, with_target: bool = True
+    ) -> list[Side]:
+        """The sources, and the targets if they are wanted, of a set of binarised pairs.
+
+        Args:
+            whole: with the numbered files that continue the set.
+
+        Raises:
+            UserError: a file is missing or damaged, or has another vocabulary.
+        """
+        check_vocabularies(self.cfg, pairs.folder)
+        prefixes = pairs.prefixes(split, whole=whole, with_target=with_target)
+        sides = zip(self._tokenizers(), self._longest(), self.cfg.languages, strict=True)
+        return [
+            binarised_side(each, tokenizer, longest, language=language)
+            for each, (tokenizer, longest, language) in zip(prefixes, sides, strict=False)
+        ]
+
+    def _tokenizers(self) -> tuple[BaseTokenizer, BaseTokenizer]:
+        return self.source_tokenizer, self.tokenizer
+
+    def _longest(self) -> tuple[Longest, Longest]:
+        source, target = self.max_positions
+        return Longest(source, "--max-source-positions"), Longest(target, "--max-target-positions")
+
+    def _cache(self, tokenizer: BaseTokenizer) -> TokenCache:
+        return TokenCache(
             self.cache_dir,
             tokenizer,
             skip_bad_records=self.cfg.bad_records == "skip",
             num_threads=usable_cpus(),
             kind=SEGMENTS,
         )
-        return Side(file, cache, max_positions, f"--max-{name}-positions")
 
     def valid_subsets(self, names: Sequence[str]) -> list[str]:
-        cfg = self.cfg
-        assert cfg.source_lang is not None
-        assert cfg.target_lang is not None
+        pairs = self.cfg.pairs()
+        if pairs is not None:
+            return pairs.sets(names)
+        source_lang, target_lang = self.cfg.languages
         return find_pair_sets(
-            cfg.data, names, source_lang=cfg.source_lang, target_lang=cfg.target_lang
+            self.cfg.data, names, source_lang=source_lang, target_lang=target_lang
         )
 
     def score_names(self) -> tuple[str, ...]:
@@ -222,25 +210,11 @@ class TranslationTask(BaseTask):
         )
 
     def assets(self) -> dict[str, Path]:
-        if self.has_joint_vocabulary:
-            return super().assets()
-        sides = {"source": self.source_tokenizer, "target": self.tokenizer}
-        return {
-            _asset(side, name): path
-            for side, tokenizer in sides.items()
-            for name, path in tokenizer.files.items()
-        }
+        return vocabulary_files(self.cfg, self.source_tokenizer, self.tokenizer)
 
     @classmethod
     def with_assets(cls, cfg: TranslationConfig, folder: Path) -> TranslationConfig:
-        changes = {}
-        if cfg.tokenizer not in (None, BYTES):
-            changes["tokenizer"] = str(folder / Path(cfg.tokenizer).name)
-        for side in ("source", "target"):
-            spec = getattr(cfg, f"{side}_tokenizer")
-            if spec not in (None, BYTES):
-                changes[f"{side}_tokenizer"] = str(folder / _asset(side, Path(spec).name))
-        return cfg.replace(**changes)
+        return with_vocabulary_files(cfg, folder)
 
     def state_dict(self) -> dict[str, Any]:
         source = self.source_tokenizer.dictionary
@@ -281,8 +255,3 @@ class TranslationTask(BaseTask):
                         }
                     )
         return reports
-
-
-def _asset(side: str, name: str) -> str:
-    """What a checkpoint calls the file of one side's tokenizer."""
-    return f"{side}-{name}"

@@ -99,5 +99,5 @@ def test_the_fingerprint_names_what_changed(open_set, tmp_path):
 
 def test_no_tokens_are_no_data(open_set, tmp_path):
     write_set(tmp_path / "data/valid", [])
-    with pytest.raises(UserError, match="valid has no tokens"):
+    with pytest.raises(UserError, match=r"valid has no tokens: .*data/valid\.bin; binarise"):
         open_set("valid", seed=None)

@@ -155,7 +155,7 @@ def test_corpora_have_the_shares_of_their_weights(make_task, tmp_path, data):
     assert tokens["cat"] / sum(tokens.values()) == pytest.approx(0.75, abs=0.02)
 
 
-def test_long_sentences_are_left_out_and_reported_once(make_task, tmp_path, data):
+def test_long_sentences_are_left_out_and_reported_once(make_task, tmp_path, data, caplog):
     folder = tmp_path / "long"
     folder.mkdir()
     for name in ("sentencepiece.bpe.model", "dict.txt"):
@@ -167,6 +167,7 @@ def test_long_sentences_are_left_out_and_reported_once(make_task, tmp_path, data
     for epoch in (1, 2):
         task.load_dataset("train").shard(epoch, 0)
     events = [event for event in task.data_report() if event["event"] == "long_sentences"]
+    assert caplog.text.count("left out; raise it, or break the long lines of a.txt") == 1
     [event] = events
     assert (event["sentences"], event["files"]) == (1, ["a.txt"])
     assert event["tokens"] == len(task.tokenizer.encode(long)) + 1

@@ -6,7 +6,8 @@ import pytest
 from scalerun.data.batch import IGNORE_INDEX
 from scalerun.data.length_batches import BatchLimits
 from scalerun.data.loader import BatchLoader, valid_batches
-from scalerun.data.parallel.parallel_dataset import ParallelDataset, ParallelRecipe, Side
+from scalerun.data.parallel.parallel_dataset import ParallelDataset, ParallelRecipe
+from scalerun.data.parallel.side import Longest, text_side
 from scalerun.data.text.quarantine import QuarantineFile
 from scalerun.data.text.segment_dataset import SEGMENTS, SegmentFile
 from scalerun.data.text.token_cache import TokenCache
@@ -16,7 +17,7 @@ PAD, EOS = 1, 2
 
 
 @pytest.fixture
-def open_pairs(tmp_path, numbers, write_lines):
+def open_pairs(tmp_path, numbers):
     """A dataset of lines of numbers, which are their tokens."""
 
     def make(sources, targets, *, limits=None, seed=1, skip=False, longest=(None, None)):
@@ -25,9 +26,11 @@ def open_pairs(tmp_path, numbers, write_lines):
             ("source", "target"), (sources, targets), longest, strict=True
         ):
             file = SegmentFile(tmp_path / f"train.{name}", f"train.{name}")
-            write_lines(file.path, lines)
+            text = "".join(f"{line}\n" for line in lines)
+            file.path.write_bytes(text.encode(errors="surrogateescape"))
             cache = TokenCache(tmp_path / "cache", numbers, skip_bad_records=skip, kind=SEGMENTS)
-            sides.append(Side(file, cache, positions, f"--max-{name}-positions"))
+            longest = Longest(positions, f"--max-{name}-positions")
+            sides.append(text_side(file, cache, longest))
         recipe = ParallelRecipe(limits or BatchLimits(max_sentences=2), seed, skip)
         quarantine = QuarantineFile(tmp_path / "quarantine.jsonl")
         return ParallelDataset("train", *sides, recipe=recipe, quarantine=quarantine)
@@ -153,7 +156,7 @@ def test_pairs_of_blank_lines_are_left_out(open_pairs):
         (["5 6 7"], ["8"], r"train.source:1: 4 tokens are above --max-source-positions 3; repair"),
         (["5"], ["8 9 9 9"], r"train.target:1: 5 tokens are above --max-target-positions 4; rep"),
         (["", ""], ["", ""], "have no pair of lines"),
-        ([], [], "have no pair of lines"),
+        ([], [], "have no pair of lines; each side needs a sentence where the other has one"),
     ],
 )
 def test_pairs_that_cannot_be_used_are_named(open_pairs, sources, targets, message):
@@ -177,11 +180,8 @@ def test_bad_pairs_can_be_skipped_and_are_listed_once(open_pairs, tmp_path):
 
 
 def test_bytes_that_are_not_utf_8_are_a_bad_pair(open_pairs, tmp_path):
-    dataset = open_pairs(["5", "6"], ["7", "8"], skip=True)
-    (tmp_path / "train.source").write_bytes(b"5\n6\xff\n")
-    sides = dataset.sides
-    again = ParallelDataset("train", *sides, recipe=dataset.recipe, quarantine=dataset.quarantine)
-    assert again.lines.tolist() == [0]
+    dataset = open_pairs(["5", "6\udcff"], ["7", "8"], skip=True)
+    assert dataset.lines.tolist() == [0]
     [record] = map(json.loads, (tmp_path / "quarantine.jsonl").read_text().splitlines())
     assert (record["line"], record["reason"]) == (2, "not UTF-8: byte 0xFF at byte 2")
 

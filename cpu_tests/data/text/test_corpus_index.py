@@ -77,6 +77,17 @@ def test_a_bad_index_is_refused_in_one_sentence(data, entries, message):
     assert str(data / "json/train.json") in str(error.value)
 
 
+def test_a_bad_entry_is_named_with_its_line(data):
+    good, bad = json.dumps(entry("a.txt", weight=1)), json.dumps(entry("gone.txt", weight=1))
+    (data / "json").mkdir()
+    (data / "json/train.json").write_text(f"[\n {good} ,\n\n{bad}\n]\n")
+    with pytest.raises(UserError, match=r"train\.json:4: entry 2 names gone\.txt.*; put it there"):
+        read_index(data, "train")
+    (data / "json/train.json").write_text(f"\n[{good}, 3]")
+    with pytest.raises(UserError, match=r"train\.json:2: entry 2 has no list of files"):
+        read_index(data, "train")
+
+
 def test_a_file_that_is_no_json_is_refused_with_its_line(data):
     (data / "json").mkdir()
     (data / "json/train.json").write_text('[\n{"source": [}\n]')

@@ -74,7 +74,7 @@ class BinarisedDataset(BaseDataset[TokenBlock]):
         self._ordered: dict[int, TokenBlockDataset] = {}
         self._fingerprint = self._make_fingerprint(files)
         if not len(self._blocks):
-            raise UserError(f"{name} has no tokens; binarise the text again")
+            raise UserError(f"{name} has no tokens: {_names(files)}; binarise the text again")
         if self._blocks.num_dropped:
             logger.info(
                 "%s: --sample-break-mode %s drops %d of %d tokens, at the end of long items",
@@ -139,6 +139,12 @@ class BinarisedDataset(BaseDataset[TokenBlock]):
             repr(self.seed),
         ]
         return "-".join(content_digest(*part)[:DIGEST_DIGITS] for part in (text, settings))
+
+
+def _names(files: Sequence[IndexedFile]) -> str:
+    """The first file for a message, and how many more there are."""
+    more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+    return f"nothing is in {files[0].path}{more}"
 
 
 def _document_starts(files: Sequence[IndexedFile]) -> Ints:

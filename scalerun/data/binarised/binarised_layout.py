@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from scalerun.data.text.layout import VALID, data_folder
 from scalerun.dataclass.errors import UserError
 
 
-def numbered(folder: Path, name: str) -> list[str]:
+def numbered(name: str, is_there: Callable[[str], bool]) -> list[str]:
     """The set of this name and those that continue it: ``train``, ``train1``, ``train2``.
 
     A name with a number at its end stands for itself alone.
     """
     found: list[str] = []
-    while is_set(folder, following := f"{name}{len(found) or ''}"):
+    while is_there(following := f"{name}{len(found) or ''}"):
         found.append(following)
         if name[-1:].isdigit():
             break
@@ -39,7 +40,8 @@ def find_prefixes(data: str, split: str, *, whole: bool) -> list[Path]:
     folder = data_folder(data)
     if not is_set(folder, split):
         raise UserError(f"{folder} has no {split}.idx and {split}.bin; {_choices(folder)}")
-    return [folder / name for name in (numbered(folder, split) if whole else [split])]
+    names = numbered(split, partial(is_set, folder)) if whole else [split]
+    return [folder / name for name in names]
 
 
 def find_binarised_sets(data: str, names: Iterable[str]) -> list[str]:
@@ -53,7 +55,7 @@ def find_binarised_sets(data: str, names: Iterable[str]) -> list[str]:
     folder = data_folder(data)
     found: list[str] = []
     for name in names:
-        sets = numbered(folder, name)
+        sets = numbered(name, partial(is_set, folder))
         if not sets and name != VALID:
             raise UserError(f"--valid-subset {name} is not in {folder}; {_choices(folder)}")
         found += [each for each in sets if each not in found]

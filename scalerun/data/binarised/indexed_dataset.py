@@ -39,6 +39,7 @@ DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 
 FLOAT_CODES = (6, 7)
 MOST_SMALL_SYMBOLS = 65500
 """Vocabularies below this size are stored in 16 bits, as fairseq does it."""
+DICTIONARY = "dict.txt"
 AGAIN = "copy both files again, or binarise the text again"
 
 
@@ -54,6 +55,7 @@ class StoredTokens:
         path: the file, for messages.
         data: its ids as they are stored.
         num_symbols: size of the dictionary.
+        dictionary: name of its file, for messages.
         first: what is stored for the id 0.
     """
 
@@ -61,11 +63,18 @@ class StoredTokens:
     """Whatever the file stores, so that files of several types can stand in one row."""
 
     def __init__(
-        self, path: Path, data: npt.NDArray[Any], *, num_symbols: int, first: int = 0
+        self,
+        path: Path,
+        data: npt.NDArray[Any],
+        *,
+        num_symbols: int,
+        dictionary: str = DICTIONARY,
+        first: int = 0,
     ) -> None:
         self.path = path
         self._data = data
         self._num_symbols = num_symbols
+        self._dictionary = dictionary
         self._first = first
 
     def __len__(self) -> int:
@@ -81,8 +90,9 @@ class StoredTokens:
         if len(ids) and not 0 <= ids.min() <= ids.max() < self._num_symbols:
             stray = ids.min() if ids.min() < 0 else ids.max()
             raise UserError(
-                f"{self.path} has the token {stray}, but dict.txt has {self._num_symbols} symbols "
-                "(4 special ones included); the two do not belong together"
+                f"{self.path} has the token {stray}, but {self._dictionary} has "
+                f"{self._num_symbols} symbols (4 special ones included); the two do not belong "
+                "together"
             )
         return ids
 
@@ -113,8 +123,12 @@ class IndexedFile:
         return len(self.tokens)
 
     @classmethod
-    def open(cls, prefix: Path, *, num_symbols: int) -> IndexedFile:
+    def open(cls, prefix: Path, *, num_symbols: int, dictionary: str = DICTIONARY) -> IndexedFile:
         """Map ``prefix.bin`` into memory and read ``prefix.idx``.
+
+        Args:
+            num_symbols: size of the dictionary.
+            dictionary: name of its file, for messages.
 
         Raises:
             UserError: a file is missing, or damaged, or of another kind.
@@ -133,7 +147,9 @@ class IndexedFile:
             mapped: Any = np.memmap(data, found.dtype, mode="r") if size else np.empty(0, "<u2")
         except OSError as error:
             raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
-        tokens = StoredTokens(data, mapped, num_symbols=num_symbols, first=found.first)
+        tokens = StoredTokens(
+            data, mapped, num_symbols=num_symbols, dictionary=dictionary, first=found.first
+        )
         return cls(data, tokens, found.ends, found.document_starts)
 
 

@@ -91,16 +91,18 @@ class MaskedTextDataset(StreamingTextDataset):
         self._told.add(index)
         lengths = blocks.sentences.long_lengths
         count, tokens = len(lengths), int(lengths.sum())
+        files = [file.name for file in self.split.shards[index]]
         logger.warning(
             "%s, shard %d: %d sentences with %d tokens do not fit into --tokens-per-sample %d "
-            "and are left out",
+            "and are left out; raise it, or break the long lines of %s",
             self.name, index, count, tokens, self.recipe.packing.tokens_per_sample,
+            ", ".join(files),
         )  # fmt: skip
         self.reports.append(
             {
                 "event": "long_sentences",
                 "subset": self.name,
-                "files": [file.name for file in self.split.shards[index]],
+                "files": files,
                 "sentences": count,
                 "tokens": tokens,
             }

@@ -1,4 +1,4 @@
-"""ParallelDataset: line n of one text file and its translation, line n of another.
+"""ParallelDataset: a row of one side and its translation, the same row of the other.
 
 N pairs, B pairs of a batch, M source tokens, T target tokens.
 """
@@ -23,11 +23,9 @@ from scalerun.data.length_batches import (
     Numbers,
     padding_share,
 )
+from scalerun.data.parallel.side import Side, check_numbers
 from scalerun.data.text.jsonl_dataset import MAX_QUARANTINED_CHARACTERS, QuarantinedRecord
 from scalerun.data.text.quarantine import QuarantineFile
-from scalerun.data.text.segment_dataset import SegmentFile
-from scalerun.data.text.token_cache import TokenCache
-from scalerun.data.text.token_file import TokenFile
 from scalerun.data.tokenizers.base_tokenizer import content_digest
 from scalerun.dataclass.errors import UserError
 
@@ -35,17 +33,6 @@ logger = logging.getLogger(__name__)
 
 SHOWN_DIGITS = 8
 DIGEST_DIGITS = 16
-
-
-@dataclass(frozen=True)
-class Side:
-    """Sources, or targets."""
-
-    file: SegmentFile
-    cache: TokenCache
-    max_positions: int | None
-    """Longest sequence that the model takes, its end symbol included."""
-    positions_flag: str
 
 
 @dataclass(frozen=True)
@@ -59,7 +46,7 @@ class ParallelRecipe:
 
 
 class ParallelDataset(BaseDataset[LengthBatch]):
-    """Pairs of lines, in batches of pairs of similar length.
+    """Pairs of lines, or of binarised items, in batches of pairs of similar length.
 
     A source ends with the end symbol. A target ends with it, and the decoder's input begins with
     it. Pairs of blank lines are left out.
@@ -72,8 +59,8 @@ class ParallelDataset(BaseDataset[LengthBatch]):
         quarantine: where bad records are listed.
 
     Raises:
-        UserError: a file cannot be read, the files have different numbers of lines, or a pair
-            cannot be used: one side is empty, or too long for the model or a batch.
+        UserError: the sides have different numbers of rows, or a pair cannot be used: one side is
+            empty, or too long for the model or a batch.
     """
 
     whole_batches = True
@@ -91,20 +78,21 @@ class ParallelDataset(BaseDataset[LengthBatch]):
         self.sides = (source, target)
         self.recipe = recipe
         self.quarantine = quarantine
-        self._texts = tuple(side.cache.load(side.file) for side in self.sides)
-        self._digests = [side.cache.digests.whole(side.file.path) for side in self.sides]
-        for side in self.sides:
-            side.cache.digests.save()
-        self._check_line_counts()
+        self.num_rows = len(source.rows.lengths_N)
+        """Of each side, those included that are left out."""
+        check_numbers(source, target)
         self.lines, bad = self._sort_out()
-        """(N,) lines, from 0, of the pairs that can be used."""
+        """(N,) rows, from 0, of the pairs that can be used."""
         self._report(bad)
-        self.bad = bad
+        self.bad = [record for record, _ in bad]
         """Pairs that were left out for what is wrong with them."""
-        self.lengths_NS = np.stack([np.diff(text.ends)[self.lines] for text in self._texts], 1)
+        self.lengths_NS = np.stack([side.rows.lengths_N[self.lines] for side in self.sides], 1)
         """(N, 2) tokens of source and target, with their end symbols."""
         if not len(self.lines):
-            raise UserError(f"{source.file.path} and {target.file.path} have no pair of lines")
+            raise UserError(
+                f"{source.path} and {target.path} have no pair of {source.rows.unit}s; "
+                "each side needs a sentence where the other has one"
+            )
         self._epochs: dict[int, LengthBatches] = {}
         self._num_batches = len(self.shard(1, 0))
 
@@ -114,10 +102,10 @@ class ParallelDataset(BaseDataset[LengthBatch]):
 
     @property
     def fingerprint(self) -> str:
-        text = [*self._digests, self._left_out_digest()]
+        text = [*(side.digest for side in self.sides), self._left_out_digest()]
         recipe = self.recipe
         settings = [
-            *(side.cache.tokenizer.digest for side in self.sides),
+            *(side.tokenizer.digest for side in self.sides),
             repr((recipe.seed, *(getattr(recipe.limits, f.name) for f in fields(recipe.limits)))),
         ]
         return "-".join(content_digest(*part)[:DIGEST_DIGITS] for part in (text, settings))
@@ -125,11 +113,11 @@ class ParallelDataset(BaseDataset[LengthBatch]):
     @property
     def ingredients(self) -> dict[str, str]:
         limits = self.recipe.limits
-        source, target = (side.cache.tokenizer.digest[:SHOWN_DIGITS] for side in self.sides)
-        left_out = len(self._texts[0].document_bytes) - len(self.lines)
+        source, target = (side.tokenizer.digest[:SHOWN_DIGITS] for side in self.sides)
+        left_out = self.num_rows - len(self.lines)
         return {
-            "the text of the source": f"digest {self._digests[0][:SHOWN_DIGITS]}",
-            "the text of the target": f"digest {self._digests[1][:SHOWN_DIGITS]}",
+            "the text of the source": f"digest {self.sides[0].digest[:SHOWN_DIGITS]}",
+            "the text of the target": f"digest {self.sides[1].digest[:SHOWN_DIGITS]}",
             "what is left out": f"{left_out} pairs, digest {self._left_out_digest()}",
             "the source's tokenizer": f"digest {source}",
             "the target's tokenizer": f"digest {target}",
@@ -154,9 +142,9 @@ class ParallelDataset(BaseDataset[LengthBatch]):
         """As in :class:`BaseDataset`; the batch's ids are places of pairs in the epoch."""
         lines = [int(line) for batch in samples for line in self.lines[batch.members]]
         ids = [batch.first + i for batch in samples for i in range(len(batch.members))]
-        sources, targets = ([_segment(text, line) for line in lines] for text in self._texts)
-        source_pad, target_pad = (side.cache.tokenizer.dictionary.pad for side in self.sides)
-        end = self.sides[1].cache.tokenizer.dictionary.eos
+        sources, targets = ([side.rows.row(line) for line in lines] for side in self.sides)
+        source_pad, target_pad = (side.tokenizer.dictionary.pad for side in self.sides)
+        end = self.sides[1].tokenizer.dictionary.eos
         inputs = [np.concatenate(([end], target[:-1])) for target in targets]
         return Batch(
             tokens=torch.from_numpy(_stack(inputs, target_pad)),
@@ -170,7 +158,7 @@ class ParallelDataset(BaseDataset[LengthBatch]):
         return DatasetCounts(
             documents=len(self.lines),
             tokens=int(self.lengths_NS[:, 1].sum()),
-            num_bytes=int(self._texts[1].document_bytes[self.lines].sum()),
+            num_bytes=self.sides[1].rows.num_bytes(self.lines),
         )
 
     def num_samples(self) -> int:
@@ -184,7 +172,7 @@ class ParallelDataset(BaseDataset[LengthBatch]):
             "event": "data",
             "subset": self.name,
             "pairs": len(self.lines),
-            "pairs_blank": len(self._texts[0].document_bytes) - len(self.lines) - len(self.bad),
+            "pairs_blank": self.num_rows - len(self.lines) - len(self.bad),
             "pairs_bad": len(self.bad),
             "source_tokens": int(source_tokens),
             "tokens": int(target_tokens),
@@ -194,73 +182,61 @@ class ParallelDataset(BaseDataset[LengthBatch]):
         }
 
     def _left_out_digest(self) -> str:
-        used = np.zeros(len(self._texts[0].document_bytes), dtype=bool)
+        used = np.zeros(self.num_rows, dtype=bool)
         used[self.lines] = True
         return content_digest(np.packbits(used).tobytes())[:SHOWN_DIGITS]
 
-    def _check_line_counts(self) -> None:
-        numbers = [text.num_documents for text in self._texts]
-        if numbers[0] != numbers[1]:
-            paths = [side.file.path for side in self.sides]
-            raise UserError(
-                f"{paths[0]} has {numbers[0]} lines and {paths[1]} has {numbers[1]}; line n of "
-                "one has to be the translation of line n of the other"
-            )
+    def _sort_out(self) -> tuple[Numbers, list[tuple[QuarantinedRecord, str]]]:
+        """The rows that can be used; what is wrong with the others but for blank pairs, and where.
 
-    def _sort_out(self) -> tuple[Numbers, list[QuarantinedRecord]]:
-        """The lines that can be used, and what is wrong with the others but for blank pairs."""
-        bad = {record.line - 1: record for text in self._texts for record in text.quarantined}
-        for line, reason, side in self._faults():
-            bad.setdefault(line, self._record(line, reason, side))
-        empty = [text.document_bytes == 0 for text in self._texts]
-        used = ~(empty[0] & empty[1])
+        The place is for a message.
+        """
+        bad = {
+            record.line - 1: (record, side.rows.where(record.line - 1))
+            for side in self.sides
+            for record in side.rows.quarantined
+        }
+        for row, reason, side in self._faults():
+            if row not in bad:
+                bad[row] = self._record(row, reason, side), side.rows.where(row)
+        source, target = (side.rows.has_text_N for side in self.sides)
+        used = source | target
         used[list(bad)] = False
-        return np.flatnonzero(used).astype(np.int64), [bad[line] for line in sorted(bad)]
+        return np.flatnonzero(used).astype(np.int64), [bad[row] for row in sorted(bad)]
 
     def _faults(self) -> Iterator[tuple[int, str, Side]]:
-        """Pairs that cannot be used: line from 0, the reason, and which side it is about."""
+        """Pairs that cannot be used: row from 0, the reason, and which side it is about."""
         for own, other in ((0, 1), (1, 0)):
-            text, side = self._texts[own], self.sides[own]
-            empty = (text.document_bytes == 0) & (self._texts[other].document_bytes > 0)
-            there = self.sides[other].file.path.name
-            for line in np.flatnonzero(empty):
-                yield int(line), f"the line is empty, and that of {there} is not", side
-            lengths = np.diff(text.ends)
+            side, rows, others = self.sides[own], self.sides[own].rows, self.sides[other].rows
+            for row in np.flatnonzero(~rows.has_text_N & others.has_text_N):
+                there = others.place(int(row))[0]
+                yield int(row), f"the {rows.unit} is empty, and that of {there} is not", side
             limits = {
-                side.positions_flag: side.max_positions,
+                side.longest.flag: side.longest.tokens,
                 "--max-tokens": self.recipe.limits.max_tokens,
             }
             for flag, limit in limits.items():
                 if limit is not None:
-                    for line in np.flatnonzero(lengths > limit):
-                        yield int(line), f"{lengths[line]} tokens are above {flag} {limit}", side
+                    for row in np.flatnonzero(rows.lengths_N > limit):
+                        length = rows.lengths_N[row]
+                        yield int(row), f"{length} tokens are above {flag} {limit}", side
 
-    def _record(self, line: int, reason: str, side: Side) -> QuarantinedRecord:
-        texts = [
-            each.cache.tokenizer.decode(_segment(text, line)[:-1].tolist())
-            for each, text in zip(self.sides, self._texts, strict=True)
-        ]
-        shown = " ||| ".join(texts)[:MAX_QUARANTINED_CHARACTERS]
-        return QuarantinedRecord(side.file.name, line + 1, reason, shown)
+    def _record(self, row: int, reason: str, side: Side) -> QuarantinedRecord:
+        shown = " ||| ".join(each.text(row) for each in self.sides)[:MAX_QUARANTINED_CHARACTERS]
+        return QuarantinedRecord(*side.rows.place(row), reason, shown)
 
-    def _report(self, bad: Sequence[QuarantinedRecord]) -> None:
+    def _report(self, bad: Sequence[tuple[QuarantinedRecord, str]]) -> None:
         """List bad records, or stop at the first."""
         if not bad:
             return
+        first, where = bad[0]
         if not self.recipe.skip_bad_records:
-            first = bad[0]
-            [path] = {s.file.path for s in self.sides if s.file.name == first.file}
             raise UserError(
-                f"{path}:{first.line}: {first.reason}; repair it, or leave bad records out with "
+                f"{where}: {first.reason}; repair it, or leave bad records out with "
                 "--bad-records skip"
             )
-        for side in self.sides:
-            self.quarantine.add([record for record in bad if record.file == side.file.name])
-
-
-def _segment(text: TokenFile, line: int) -> npt.NDArray[Any]:
-    """The tokens of a line (from 0), with the end symbol."""
-    return text.tokens[text.ends[line] : text.ends[line + 1]]
+        for file in dict.fromkeys(record.file for record, _ in bad):
+            self.quarantine.add([record for record, _ in bad if record.file == file])
 
 
 def _stack(rows: Sequence[npt.NDArray[Any]], filler: int) -> Numbers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from scalerun.data.text.layout import VALID, data_folder
+from scalerun.data.text.layout import TRAIN, VALID, data_folder
 from scalerun.data.text.segment_dataset import SegmentFile
 from scalerun.dataclass.errors import UserError
 
@@ -25,8 +25,9 @@ def find_pair(
     ]
     for file in files:
         if not file.path.is_file():
+            what = "is a folder" if file.path.is_dir() else "is missing"
             raise UserError(
-                f"{file.path} is missing: a set of --task translation is two text files with one "
+                f"{file.path} {what}: a set of --task translation is two text files with one "
                 f"segment a line; {_there(root, source_lang, target_lang)}"
             )
     return files[0], files[1]
@@ -53,7 +54,7 @@ def find_pair_sets(
 
 def _there(root: Path, source_lang: str, target_lang: str) -> str:
     """The sets that a folder has, for a message."""
-    names = {path.name for path in root.iterdir()}
+    names = {path.name for path in root.iterdir() if path.is_file()}
     sets = sorted(
         name.removesuffix(f".{source_lang}")
         for name in names
@@ -61,4 +62,12 @@ def _there(root: Path, source_lang: str, target_lang: str) -> str:
         and f"{name.removesuffix(f'.{source_lang}')}.{target_lang}" in names
     )
     pair = f"--source-lang {source_lang} and --target-lang {target_lang}"
-    return f"sets with files of {pair}: {', '.join(sets) or 'none'}"
+    if sets:
+        return f"sets with files of {pair}: {', '.join(sets)}; put the file there, or name one"
+    endings = sorted(
+        {name.rpartition(".")[2] for name in names if name.startswith((f"{TRAIN}.", f"{VALID}."))}
+    )
+    return (
+        f"sets with files of {pair}: none; the languages of the files in {root} are "
+        f"{', '.join(endings) or 'none'}: correct {pair}, or put the files there"
+    )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from scalerun.data.text.layout import VALID, Split, TextFile, data_folder
 from scalerun.dataclass.errors import UserError
 
 FOLDER = "json"
+NO_ENTRY = re.compile(r"[\s,]*")
+"""What stands between the elements of a list."""
 
 
 @dataclass(frozen=True)
@@ -54,25 +57,29 @@ def read_index(data: str | Path, name: str) -> list[Corpus]:
     root = data_folder(data)
     path = root / FOLDER / f"{name}.json"
     entries = _entries(path)
+    several = len(entries) > 1
     corpora: list[Corpus] = []
     known: Counter[str] = Counter()
-    for i, entry in enumerate(entries, start=1):
-        where = f"{path}, entry {i}"
+    for i, (line, entry) in enumerate(entries, start=1):
+        where = f"{path}:{line}: entry {i}"
         sources = _sources(entry, where)
         language = entry.get("source_lang", "text")
         if not isinstance(language, str):
             raise UserError(f"{where}: source_lang is {language!r}; give a name in quotes")
         known[language] += 1
         corpus = language if known[language] == 1 else f"{language}-{known[language]}"
-        weight = _weight(entry, where, needed=len(entries) > 1)
+        weight = _weight(entry, where, needed=several)
         files = [ListedFile(root / source, source, corpus) for source in sources]
         for file in files:
             if not file.path.is_file():
-                raise UserError(f"{where} names {file.name}, which is not a file below {root}")
+                raise UserError(
+                    f"{where} names {file.name}, which is not a file below {root}; put it there, "
+                    "or correct the entry"
+                )
         if weight > 0:
             corpora.append(Corpus(corpus, weight, files))
     if not corpora:
-        raise UserError(f"{path} leaves nothing to read: all weights are 0")
+        raise UserError(f"{path} leaves nothing to read: all weights are 0; give a positive one")
     return corpora
 
 
@@ -115,9 +122,11 @@ def find_indices(data: str | Path, names: Iterable[str]) -> list[str]:
     return found
 
 
-def _entries(path: Path) -> list[Any]:
+def _entries(path: Path) -> list[tuple[int, Any]]:
+    """The elements of the list in a file, each with the line that it begins on."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
     except FileNotFoundError as error:
         raise UserError(
             f"{path} is not there: it has to list the text files of the set {path.stem}"
@@ -125,16 +134,31 @@ def _entries(path: Path) -> list[Any]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text") from error
+        raise UserError(f"{path} is not UTF-8 text; write it again as such") from error
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+        raise UserError(f"{path}:{error.lineno}: not JSON: {error.msg}; repair it") from error
     if not isinstance(content, list) or not content:
         kind = "an empty list" if isinstance(content, list) else type(content).__name__
         raise UserError(
             f"{path} is {kind}; it has to be a list of corpora, such as "
             '[{"source": ["shard/train/00000.txt"], "source_lang": "en", "weight": 1.0}]'
         )
-    return content
+    return list(zip(_lines_of_entries(text), content, strict=True))
+
+
+def _lines_of_entries(text: str) -> Iterator[int]:
+    """The line, from 1, on which each element of a JSON list begins."""
+    decoder, end = json.JSONDecoder(), text.index("[") + 1
+    while (start := _next(text, end)) < len(text) and text[start] != "]":
+        yield text.count("\n", 0, start) + 1
+        _, end = decoder.raw_decode(text, start)
+
+
+def _next(text: str, end: int) -> int:
+    """Where the next element begins."""
+    between = NO_ENTRY.match(text, end)
+    assert between is not None
+    return between.end()
 
 
 def _sources(entry: Any, where: str) -> list[str]:
@@ -155,7 +179,9 @@ def _weight(entry: dict[str, Any], where: str, *, needed: bool) -> float:
     key = "weight" if "weight" in entry else "count"
     value = entry.get(key, None if needed else 1.0)
     if value is None:
-        raise UserError(f"{where} has neither weight nor count, which several corpora need")
+        raise UserError(
+            f"{where} has neither weight nor count, which several corpora need; give a weight"
+        )
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value < 0:
         raise UserError(

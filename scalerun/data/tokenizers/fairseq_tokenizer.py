@@ -3,6 +3,9 @@
 A folder of binarised text has a ``dict.txt``. It lists words, which spaces part, or the pieces of a
 tokenizer whose file lies beside it: ``tokenizer.model`` (sentencepiece), ``tokenizer.json``, or
 ``vocab.json`` with ``merges.txt``. ``preprocess.json`` is there when scalerun made the folder.
+
+Of two languages there is a ``dict.en.txt`` and a ``dict.es.txt``. A ``tokenizer.en.model`` is of
+one of them, a ``tokenizer.model`` of both.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ class RenumberedTokenizer(BaseTokenizer):
     Args:
         inner: the tokenizer, with numbers of its own.
         numbers: number of each piece, by the names of :func:`piece_names`.
-        files: what a checkpoint must carry.
+        files: what a checkpoint must carry, the list first.
 
     Raises:
         UserError: the list has a symbol that is no piece, nor made up to fill it.
@@ -87,7 +90,7 @@ class RenumberedTokenizer(BaseTokenizer):
         stray -= {symbol for symbol in stray if symbol.startswith(FILLER)}
         if stray:
             raise UserError(
-                f"{files[DICTIONARY_FILE]} lists {min(stray)!r}, which is no piece of the "
+                f"{next(iter(files.values()))} lists {min(stray)!r}, which is no piece of the "
                 "tokenizer beside it; the two do not belong together"
             )
         self._numbers = np.full(len(inner.dictionary), UNK)
@@ -136,27 +139,43 @@ def piece_names(tokenizer: BaseTokenizer) -> dict[str, int]:
     return names
 
 
-def load_vocabulary(folder: Path) -> BaseTokenizer:
+def dictionary_file(language: str | None = None) -> str:
+    """The name of a dictionary, or of that of one of two languages."""
+    return DICTIONARY_FILE if language is None else f"dict.{language}.txt"
+
+
+def tokenizer_file(name: str, language: str) -> str:
+    """What one of :data:`ONE_FILE` is called that belongs to one of two languages."""
+    stem, suffix = name.split(".")
+    return f"{stem}.{language}.{suffix}"
+
+
+def load_vocabulary(folder: Path, language: str | None = None) -> BaseTokenizer:
     """The tokenizer of a folder of binarised text, or of the assets of a checkpoint.
 
+    Args:
+        language: which one, in a folder of two.
+
     Raises:
-        UserError: there is no ``dict.txt``, or a file is damaged, or they do not fit each other.
+        UserError: there is no dictionary, or a file is damaged, or they do not fit each other.
     """
-    path = folder / DICTIONARY_FILE
+    listing = dictionary_file(language)
+    path = folder / listing
     if not path.is_file():
         raise UserError(
-            f"{folder} has no {DICTIONARY_FILE}; give a folder that scalerun.cli.preprocess or "
+            f"{folder} has no {listing}; give a folder that scalerun.cli.preprocess or "
             "fairseq-preprocess made"
         )
     numbers = read_fairseq_dictionary(path, flag="")
-    files = {DICTIONARY_FILE: path}
+    files = {listing: path}
     record = read_record(folder)
     if record:
         files[RECORD_FILE] = folder / RECORD_FILE
     end_symbol = record.get("end_of_document_symbol")
     if record.get("tokenizer") == BYTES:
         return RenumberedTokenizer(load_tokenizer(BYTES), numbers, files)
-    for name in ONE_FILE:
+    own = () if language is None else tuple(tokenizer_file(name, language) for name in ONE_FILE)
+    for name in (*own, *ONE_FILE):
         if (folder / name).is_file():
             files[name] = folder / name
             inner = load_tokenizer(str(files[name]), end_of_document_symbol=end_symbol)

@@ -47,6 +47,8 @@ class Translation:
     cfg: ScalerunDataclass
     weights: Mapping[str, Tensor]
     vocab_size: int
+    source_vocab_size: int | None = None
+    """Where an encoder-decoder has two vocabularies."""
 
     def build(self, padding_idx: int | None = None) -> Any:
         """The model, on the CPU, in float32.
@@ -54,9 +56,11 @@ class Translation:
         Raises:
             UserError: names or shapes of the weights do not fit the settings.
         """
+        source = self.source_vocab_size
+        two: dict[str, Any] = {} if source is None else {"source_vocab_size": source}
         with torch.device("meta"):
             model = MODEL_REGISTRY.get(self.arch).cls.build_model(
-                self.cfg, vocab_size=self.vocab_size, padding_idx=padding_idx
+                self.cfg, vocab_size=self.vocab_size, padding_idx=padding_idx, **two
             )
         return fill(model, self.weights)
 
@@ -184,7 +188,9 @@ def translate_encoder_decoder(
             "share_all_embeddings is set, but the encoder's and the decoder's embed_tokens.weight "
             "differ"
         )
-    return Translation(transformer_mt.MODEL, cfg, weights, _vocab_size(sides["decoder"]))
+    source, target = _vocab_size(sides["encoder"]), _vocab_size(sides["decoder"])
+    two = None if source == target else source
+    return Translation(transformer_mt.MODEL, cfg, weights, target, two)
 
 
 def fill(model: Any, weights: Mapping[str, Tensor]) -> Any:
