@@ -13,7 +13,7 @@ import sys
 
 COMMANDS = (
     "train", "validate", "interactive_cli", "interactive_ft", "train_tokenizer", "convert",
-    "checkpoint", "preprocess", "generate",
+    "checkpoint", "preprocess", "generate", "interactive_hosted",
 )  # fmt: skip
 IMPORTED_LATE = (
     "scalerun.cli.assembly",
@@ -21,6 +21,7 @@ IMPORTED_LATE = (
     "scalerun.cli.converted_run",
     "scalerun.cli.averaged_run",
     "scalerun.cli.checkpoint_report",
+    "scalerun.service.server",
     "torch._dynamo",
 )
 """The last by torch's optimizers when they are made: half of the time of a small run."""

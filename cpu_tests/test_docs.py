@@ -7,23 +7,27 @@ import random
 import re
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import httpx
 import pytest
 import sentencepiece
 import torch
 
 from cpu_tests.cluster import commands as cluster
 from cpu_tests.conftest import make_parallel_corpus
+from cpu_tests.service.conftest import Server
 from scalerun.cli.checkpoint import VERBS
 from scalerun.cli.convert import ConvertConfig
 from scalerun.cli.generate import GenerateConfig
 from scalerun.cli.interactive_cli import InteractiveConfig
 from scalerun.cli.interactive_ft import ChatConfig
+from scalerun.cli.interactive_hosted import HostedConfig
 from scalerun.cli.preprocess_config import PreprocessConfig
 from scalerun.cli.registries import CHOOSERS
 from scalerun.cli.train_tokenizer import TrainTokenizerConfig
@@ -46,6 +50,7 @@ SCRIPTS = {
     "scalerun-interactive": "interactive_cli",
     "scalerun-chat": "interactive_ft",
     "scalerun-generate": "generate",
+    "scalerun-serve": "interactive_hosted",
     "scalerun-train-tokenizer": "train_tokenizer",
     "scalerun-convert": "convert",
     "scalerun-checkpoint": "checkpoint",
@@ -62,6 +67,7 @@ SMALL = {
     "interactive_cli": ["--cpu"],
     "interactive_ft": ["--cpu"],
     "generate": ["--cpu"],
+    "interactive_hosted": ["--cpu", "--port", "0"],
     "convert": [],
     "checkpoint": [],
     "preprocess": [],
@@ -79,7 +85,7 @@ OTHERS_FLAGS = {
     "--editable", "--qk-norm-eps", "--standalone", "--nproc-per-node", "--max-restarts", "--nnodes",
     "--rdzv-backend", "--rdzv-endpoint", "--nodes", "--ntasks-per-node", "--kill-on-bad-exit",
     "--model", "--tasks", "--include", "--device", "--batch",
-    "--no-build-isolation", *cluster.FLAGS,
+    "--no-build-isolation", "--clients", *cluster.FLAGS,
 }  # fmt: skip
 """Of clusters, pip, the example architecture, torchrun, srun and the evaluation harness."""
 
@@ -125,6 +131,7 @@ class Shell:
         self.launch = launch
         self.home = home
         self.num_updates = 2
+        self.server = None
 
     def line(self, line):
         """One line of a ``bash`` block -> the finished command, or None where nothing was run."""
@@ -144,6 +151,10 @@ class Shell:
             return self.scalerun(SCRIPTS[words[0]], words[1:], stdin)
         if words[:2] == ["python", "-m"] and words[2].startswith("scalerun.cli."):
             return self.scalerun(words[2].removeprefix("scalerun.cli."), words[3:], stdin)
+        if words[0] == "curl":
+            [address] = [word for word in self.asked(words) if word.startswith("http")]
+            httpx.post(address, content=words[words.index("-d") + 1]).raise_for_status()
+            return None
         self.not_run(words)
         return None
 
@@ -160,8 +171,22 @@ class Shell:
             if any(word.startswith("retnet") for word in words):
                 small[small.index("--decoder-attention-heads")] = "--decoder-retention-heads"
         command = self.launch(self.home, name, *words, *small, stdin=stdin)
+        if name == "interactive_hosted":
+            self.end_server()
+            self.server = Server(command).wait_until_it_serves()
+            return command
         assert command.wait() == 0, f"{shlex.join([name, *words])}\n{command.stderr}"
         return command
+
+    def asked(self, words):
+        """Words that name the page's server, with the address of the one that was started."""
+        return [word.replace("http://127.0.0.1:8000", self.server.url) for word in words]
+
+    def end_server(self):
+        """A server runs until the next one is started, or to the end of the page."""
+        if self.server is not None:
+            self.server.command.send(signal.SIGTERM)
+            assert self.server.command.wait() == 0
 
     def not_run(self, words):
         """Commands that would install or test everything: what they name has to exist."""
@@ -275,13 +300,15 @@ def test_every_command_of_a_page_works(launch, home, name, monkeypatch):
         elif block.language == "python" and name == "docs/add_an_architecture.md":
             assert block.text in quoted
         elif block.language == "python" and block.file is None:
-            exec(compile(ast.parse(block.text), f"{name}, python block", "exec"), {})
+            [text] = shell.asked([block.text]) if shell.server else [block.text]
+            exec(compile(ast.parse(text), f"{name}, python block", "exec"), {})
         elif block.language == "json":
             assert json.loads(block.text)
         elif block.language == "toml":
             assert tomllib.loads(block.text)
         else:
             assert block.language in ("text", "python")
+    shell.end_server()
 
 
 def flags_of_everything():
@@ -294,7 +321,7 @@ def flags_of_everything():
         TrainTokenizerConfig(),
         ConvertConfig(),
     ]
-    groups += [PreprocessConfig(), GenerateConfig()]
+    groups += [PreprocessConfig(), GenerateConfig(), HostedConfig()]
     groups += [config_class() for config_class, _, _ in VERBS.values()]
     groups += [g for g in vars(root).values() if isinstance(g, ScalerunDataclass)]
     groups += [c.config_for(name) for c in CHOOSERS.values() for name in c.names()]

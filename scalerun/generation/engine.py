@@ -92,6 +92,11 @@ class Engine:
         self._waiting: deque[Continuation] = deque()
         self._live: list[Continuation] = []
 
+    @property
+    def num_live(self) -> int:
+        """Sequences that are being continued."""
+        return sum(len(each.steps) for each in self._live)
+
     def check(self, request: Request) -> None:
         """Refuse what can never be answered.
 

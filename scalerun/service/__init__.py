@@ -1,0 +1,1 @@
+"""The HTTP service: routes, the scheduler that shares a model among requests, and a page."""
