@@ -20,6 +20,7 @@ from scalerun.cli.interactive_cli import (
 from scalerun.data.tokenizers.byte_tokenizer import ByteTokenizer
 from scalerun.dataclass.configs import CommonConfig
 from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.distributed.mesh import ONE_RANK
 from scalerun.generation.sequence_generator import SequenceGenerator
 from scalerun.models.base_decoder import BaseDecoder
 from scalerun.models.base_model import build_model
@@ -174,7 +175,16 @@ def test_what_to_load_is_passed_on(pipe: Callable[..., str], load: dict[str, Any
         "device": torch.device("cpu"),
         "use_ema": True,
         "user_dir": "plugins",
+        "meshes": ONE_RANK,
     }
+
+
+def test_ranks_that_share_a_model_are_not_prompted_from_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    with pytest.raises(ConfigError, match="--model-parallel-size 2 answers prompts from a pipe"):
+        main(["--path", "run", "--model-parallel-size", "2"])
 
 
 @pytest.mark.parametrize(
