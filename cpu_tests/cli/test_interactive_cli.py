@@ -177,6 +177,14 @@ def test_what_to_load_is_passed_on(pipe: Callable[..., str], load: dict[str, Any
     }
 
 
+def test_ranks_that_share_a_model_are_not_prompted_from_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    with pytest.raises(ConfigError, match="--model-parallel-size 2 answers prompts from a pipe"):
+        main(["--path", "run", "--model-parallel-size", "2"])
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
