@@ -161,13 +161,16 @@ def test_long_sentences_are_left_out_and_reported_once(make_task, tmp_path, data
     for name in ("sentencepiece.bpe.model", "dict.txt"):
         (folder / name).write_bytes((data / name).read_bytes())
     long = " ".join(sentences(30, seed=3))
-    write_shard(folder / "a.txt", [["the cat"], [long, "an owl"]])
-    write_index(folder, "train", [{"source": ["a.txt"], "source_lang": "en"}])
+    write_shard(folder / "a.txt", [["the cat"], ["a dog"]])
+    write_shard(folder / "b.txt", [["the cat", "a fox"], [long, "an owl"]])
+    index = [{"source": [f"{name}.txt"], "source_lang": name, "weight": 1} for name in "ab"]
+    write_index(folder, "train", index)
     task = make_task(data=str(folder))
     for epoch in (1, 2):
         task.load_dataset("train").shard(epoch, 0)
     events = [event for event in task.data_report() if event["event"] == "long_sentences"]
-    assert caplog.text.count("left out; raise it, or break the long lines of a.txt") == 1
+    assert caplog.text.count("left out; raise it, or break their lines") == 1
+    assert f"{folder / 'b.txt'}:4 is the first of 1 sentences" in caplog.text
     [event] = events
-    assert (event["sentences"], event["files"]) == (1, ["a.txt"])
+    assert (event["sentences"], event["files"]) == (1, ["a.txt", "b.txt"])
     assert event["tokens"] == len(task.tokenizer.encode(long)) + 1

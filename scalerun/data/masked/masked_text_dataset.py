@@ -14,6 +14,7 @@ from scalerun.data.permutation import Purpose
 from scalerun.data.streaming_dataset import Recipe, StreamingTextDataset, logger
 from scalerun.data.text.layout import Split
 from scalerun.data.text.quarantine import QuarantineFile
+from scalerun.data.text.sentence_dataset import line_of_sentence
 from scalerun.data.text.token_cache import TokenCache
 from scalerun.data.text.token_file import TokenFile
 from scalerun.data.token_block_dataset import BlockDataset, Ints
@@ -91,12 +92,15 @@ class MaskedTextDataset(StreamingTextDataset):
         self._told.add(index)
         lengths = blocks.sentences.long_lengths
         count, tokens = len(lengths), int(lengths.sum())
-        files = [file.name for file in self.split.shards[index]]
+        shard = self.split.shards[index]
+        files = [file.name for file in shard]
+        assert blocks.sentences.first_long is not None
+        place, number = blocks.sentences.first_long
         logger.warning(
-            "%s, shard %d: %d sentences with %d tokens do not fit into --tokens-per-sample %d "
-            "and are left out; raise it, or break the long lines of %s",
-            self.name, index, count, tokens, self.recipe.packing.tokens_per_sample,
-            ", ".join(files),
+            "%s:%d is the first of %d sentences (%d tokens) of %s, shard %d, that do not fit into "
+            "--tokens-per-sample %d and are left out; raise it, or break their lines",
+            shard[place].path, line_of_sentence(shard[place].path, number), count, tokens,
+            self.name, index, self.recipe.packing.tokens_per_sample,
         )  # fmt: skip
         self.reports.append(
             {

@@ -30,6 +30,7 @@ class SentenceBlocks:
         num_tokens: tokens of the documents.
         num_dropped: those of them in sentences that are left out.
         long_lengths: tokens of each such sentence of the shard, however often it is chosen.
+        first_long: the first of them: number of its file, and its number in there; None for none.
     """
 
     def __init__(
@@ -69,7 +70,14 @@ class SentenceBlocks:
         self.num_tokens = int(lengths.sum())
         self.num_dropped = int(lengths[~fits].sum())
         all_lengths = np.diff(of_shard)
-        self.long_lengths = all_lengths[all_lengths >= packing.tokens_per_sample]
+        is_long = all_lengths >= packing.tokens_per_sample
+        self.long_lengths = all_lengths[is_long]
+        self.first_long: tuple[int, int] | None = None
+        if is_long.any():
+            counts_F = np.cumsum([len(each) for each in ends])
+            first_long = int(is_long.argmax())
+            file = int(np.searchsorted(counts_F, first_long, side="right"))
+            self.first_long = file, first_long - int(counts_F[file] - len(ends[file]))
 
     def __len__(self) -> int:
         return len(self._borders) - 1

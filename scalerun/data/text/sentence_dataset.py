@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from scalerun.data.text.document_kind import DocumentKind, encode_texts
 from scalerun.data.text.jsonl_dataset import BadRecord, JsonlDataset, parse_text
@@ -41,6 +43,18 @@ class SentenceDataset(JsonlDataset):
             if not counts.lines:  # even an empty file has a place to point at
                 counts.lines = counts.quarantined = 1
             self._report(b"", "the file has no sentence")
+
+
+def line_of_sentence(path: Path, number: int) -> int:
+    """The line, from 1, of a file's sentence with this number, from 0; bad records do not count."""
+    passed = 0
+    for line, content in enumerate(read_lines(path), start=1):
+        with contextlib.suppress(BadRecord):
+            if _sentence(content):
+                if passed == number:
+                    return line
+                passed += 1
+    raise ValueError(f"{path} has no sentence {number}, only {passed}")
 
 
 def _sentence(line: bytes | StreamError) -> str:
