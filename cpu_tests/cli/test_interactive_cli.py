@@ -166,6 +166,23 @@ def test_every_way_of_generating_answers(pipe: Callable[..., str], flag: str) ->
     assert len(record["tokens"]) <= 5
 
 
+def test_every_flag_of_drawing_and_searching_reaches_the_parameters() -> None:
+    given: dict[str, Any] = {
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.4,
+        "top_k": 5,
+        "temperature": 0.7,
+    }
+    params = InteractiveConfig(path="run", **given).params(3)
+    assert {name: getattr(params, name) for name in given} == given
+    groups: dict[str, Any] = {"beam": 4, "diverse_beam_groups": 2, "diverse_beam_strength": 0.7}
+    params = InteractiveConfig(path="run", lenpen=0.6, **groups).params(3)
+    assert {name: getattr(params, name) for name in groups} == groups
+    assert params.lenpen == 0.6
+
+
 def test_what_to_load_is_passed_on(pipe: Callable[..., str], load: dict[str, Any]) -> None:
     pipe(b"", "--use-ema", "--user-dir", "plugins")
     assert load == {
