@@ -214,6 +214,13 @@ def test_random_requests_are_answered_as_one_by_one_without_a_cache(name: str) -
     check_architecture(name, 5, seed=1)
 
 
+@pytest.mark.parametrize("name", ["xpos", "longnet", "retnet", "translator"])
+def test_a_model_in_half_precision_streams_what_it_answers(name: str) -> None:
+    engine = Engine(tiny_model(name).bfloat16(), LETTERS, max_num_seqs=9)
+    for client in run_at_random(engine, random_requests(name, 5), seed=1):
+        check_events(client)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_thousand_random_requests_are_answered_as_one_by_one(name: str) -> None:
