@@ -48,7 +48,7 @@ RUN if [ "${APEX}" = 1 ]; then \
     fi
 
 # Last, so that a change of scalerun compiles nothing again.
-ARG EXTRAS=tensorboard,wandb,translation
+ARG EXTRAS=serve,tensorboard,wandb,translation
 COPY pyproject.toml setup.py README.md LICENSE /src/
 COPY scalerun /src/scalerun
 RUN pip install --no-cache-dir "/src[${EXTRAS}]" && pip check

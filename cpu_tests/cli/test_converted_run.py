@@ -59,7 +59,7 @@ def test_a_checkpoint_that_is_not_what_was_converted_is_taken_away(tmp_path, mon
     monkeypatch.setattr(converted_run, "load_model", lambda path: small(seed=2)[1])
     converted = ConvertedModel(model, cfg, "transformer_lm", 264, {"file": "weights.pt"})
     with pytest.raises(UserError, match="differs from the converted weights"):
-        write_run(converted, tmp_path / "run", tokenizer="bytes", words=[])
+        write_run(converted, tmp_path / "run", vocabulary={"tokenizer": "bytes"}, words=[])
     assert not (tmp_path / "run").exists()
 
 
@@ -68,5 +68,5 @@ def test_a_run_is_shorter_than_the_models_positions(tmp_path):
     cfg.max_target_positions = 40
     model._max_positions = 40
     converted = ConvertedModel(model, cfg, "transformer_lm", 264, {})
-    run = converted_run.run_config(converted, "bytes")
+    run = converted_run.run_config(converted, {"tokenizer": "bytes"})
     assert run.task.tokens_per_sample == 40

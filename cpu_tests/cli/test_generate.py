@@ -152,6 +152,36 @@ def test_nbest_hypotheses_differ_and_the_best_comes_first(generate, home):
         assert len({tuple(record["tokens"]) for record in mine}) == 3
 
 
+def test_hypotheses_begin_with_what_is_given_of_the_reference(generate, home):
+    generate("--gen-subset", "other", "--prefix-size", "3", "--json", "begun.json", "--beam", "2")
+    for record in map(json.loads, lines_of(home / "begun.json")):
+        assert record["hypothesis"][:3] == record["reference"][:3]
+    words = ["--input", "-", "--prefix-size", "3"]
+    error = generate(*words, stdin="a b\n", code=1).stderr
+    assert "--prefix-size needs references, and standard input has none" in error
+
+
+@pytest.mark.long
+def test_two_ranks_that_share_the_model_write_what_one_writes(generate, home):
+    words = ["--gen-subset", "other", "--beam", "3", "--output"]
+    generate(*words, "one.txt")
+    command = generate(*words, "two.txt", "--model-parallel-size", "2")
+    assert lines_of(home / "two.txt") == lines_of(home / "one.txt")
+    assert command.stdout.count("BLEU =") == 1
+    piped = generate("--input", "-", "--model-parallel-size", "2", stdin="a b c\nd e\n")
+    assert len(piped.stdout.splitlines()) == 2
+
+
+def test_groups_that_are_kept_apart_begin_with_different_letters(generate, home):
+    words = ["--beam", "4", "--nbest", "4", "--json", "diverse.json"]
+    words += ["--diverse-beam-groups", "4", "--diverse-beam-strength", "100"]
+    generate("--gen-subset", "other", *words)
+    records = [json.loads(line) for line in lines_of(home / "diverse.json")]
+    for number in {record["line"] for record in records}:
+        found = [record["tokens"][:1] for record in records if record["line"] == number]
+        assert len({tuple(tokens) for tokens in found}) == 4
+
+
 def test_the_longest_translation_grows_with_its_source(generate, home):
     words = ["--max-len-a", "0.5", "--max-len-b", "1", "--json", "short.json"]
     generate("--gen-subset", "test", *words)

@@ -17,6 +17,7 @@ from scalerun.cli.terminal_commands import with_help
 from scalerun.data.tokenizers.byte_tokenizer import ByteTokenizer
 from scalerun.dataclass.configs import CommonConfig
 from scalerun.dataclass.errors import ConfigError, UserError
+from scalerun.distributed.mesh import ONE_RANK
 from scalerun.generation.sequence_generator import SequenceGenerator
 from scalerun.models.base_decoder import BaseDecoder
 from scalerun.models.base_model import build_model
@@ -172,6 +173,7 @@ def test_what_to_load_is_passed_on(pipe: Callable[..., str], load: dict[str, Any
         "device": torch.device("cpu"),
         "use_ema": True,
         "user_dir": "plugins",
+        "meshes": ONE_RANK,
     }
 
 

@@ -39,9 +39,9 @@ def test_help_lists_the_commands():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "error: COMMAND is missing; there are checkpoint, "),
+        ([], "error: COMMAND is missing; there are chat, checkpoint, "),
         (["train_tokenizer"], "error: 'train_tokenizer' is no command (did you mean train-tok"),
-        (["/bin/bash"], "error: '/bin/bash' is no command; there are checkpoint, "),
+        (["/bin/bash"], "error: '/bin/bash' is no command; there are chat, checkpoint, "),
     ],
 )
 def test_what_is_no_command_is_refused_in_one_sentence(words, message, monkeypatch, capsys):

@@ -43,6 +43,11 @@ class Terminal:
         )  # fmt: skip
         os.close(theirs)
 
+    def at_prompt(self, *keys):
+        """Type as soon as the line below the prompt is there."""
+        self.sees("the status")
+        self.keys(*keys)
+
     def keys(self, *keys):
         for key in keys:
             os.write(self.own, key.encode())
@@ -77,7 +82,6 @@ def terminal(tmp_path):
 
     def start():
         opened.append(Terminal(tmp_path / "state"))
-        opened[-1].sees("the status")
         return opened[-1]
 
     yield start
@@ -87,46 +91,44 @@ def terminal(tmp_path):
 
 def test_lines_are_edited_joined_completed_and_remembered_by_the_next_session(terminal):
     first = terminal()
-    first.keys("a cat", ENTER)
+    first.at_prompt("a cat", ENTER)
     first.sees("<'a cat'>")
-    first.keys("one\\", ENTER, "two", ALT_ENTER, "three", ENTER)
+    first.at_prompt("one\\", ENTER, "two", ALT_ENTER, "three", ENTER)
     first.sees("<'one\\ntwo\\nthree'>")
-    first.keys("\x1b[200~pasted\nlines\x1b[201~", ENTER)
+    first.at_prompt("\x1b[200~pasted\nlines\x1b[201~", ENTER)
     first.sees("<'pasted\\nlines'>")
-    first.sees("the status")
-    first.keys("/tw", TAB)
+    first.at_prompt("/tw", TAB)
     first.sees("/twice")
     first.keys(" ab", ENTER)
     first.sees("abab")
-    first.keys("日本 é", ENTER)
+    first.at_prompt("日本 é", ENTER)
     first.sees("<'日本 é'>")
-    first.keys(CONTROL_D)
+    first.at_prompt(CONTROL_D)
     assert first.process.wait(10) == 0
     second = terminal()
-    second.keys(UP, ENTER)
+    second.at_prompt(UP, ENTER)
     second.sees("<'日本 é'>")
-    second.sees("the status")
-    second.keys("\x12", "a c", ENTER, ENTER)  # searched backwards
+    second.at_prompt("\x12", "a c", ENTER, ENTER)  # searched backwards
     second.sees("<'a cat'>")
 
 
 def test_control_c_ends_an_answer_and_at_the_prompt_the_command(terminal):
     shell = terminal()
-    shell.keys("slow", ENTER)
+    shell.at_prompt("slow", ENTER)
     shell.sees("<'slow'>")
     shell.keys(CONTROL_C)
     shell.sees("[broken off]")
-    shell.keys("next", ENTER)
+    shell.at_prompt("next", ENTER)
     shell.sees("<'next'>")
-    shell.keys(CONTROL_C)
+    shell.at_prompt(CONTROL_C)
     assert shell.process.wait(10) == 130
 
 
 def test_a_mistake_is_said_and_the_conversation_goes_on(terminal):
     shell = terminal()
-    shell.keys("/twise a", ENTER)
+    shell.at_prompt("/twise a", ENTER)
     shell.sees("error: /twise is not a command; did you mean /twice?")
-    shell.keys("/quit", ENTER)
+    shell.at_prompt("/quit", ENTER)
     assert shell.process.wait(10) == 0
 
 

@@ -23,6 +23,7 @@ def commands(name, word):
 
 
 DENSE, MOE = commands("train", "--arch mt_base")
+ONE_LONG = [DENSE, pytest.param(MOE, marks=pytest.mark.long)]
 MAKE = commands("preprocess", "--destdir data-bin/words")[0]
 
 
@@ -58,7 +59,7 @@ def test_the_page_gives_torchscales_flags():
     assert (MOE[:start] + MOE[end:])[:-1] == DENSE[:-1]
 
 
-@pytest.mark.parametrize("words", [DENSE, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("words", ONE_LONG, ids=["dense", "moe"])
 def test_the_documented_command_trains_in_one_process(run, made, records, tmp_path, words):
     command = train(run, words)
     assert "--fp16" in command.stderr  # it says what a CPU does instead

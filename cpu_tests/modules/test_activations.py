@@ -1,10 +1,11 @@
+import math
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from scalerun.modules.activations import FEW_NUMBERS, gelu
+from scalerun.modules.activations import FEW_NUMBERS, gelu, gelu_tanh
 
 
 @pytest.mark.parametrize("numbers", [1, 1000, FEW_NUMBERS, FEW_NUMBERS + 1])
@@ -16,6 +17,13 @@ def test_gelu_weighs_by_the_normal_distribution(numbers, dtype):
     with torch.no_grad():
         error = (gelu(x).double() - expected).abs().max()
     assert error <= 4 * torch.finfo(dtype).eps * (1 + float(wide.abs().max()))
+
+
+def test_gelu_tanh_is_the_formula_of_gpt2():
+    x = 4 * torch.randn(1000, dtype=torch.float64)
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    assert torch.allclose(gelu_tanh(x), x / 2 * (1 + torch.tanh(inner)), rtol=0, atol=1e-13)
+    assert (gelu_tanh(x) - gelu(x)).abs().max() > 1e-4
 
 
 def test_gelu_has_its_gradient():

@@ -190,7 +190,7 @@ def test_a_run_goes_on_where_it_stopped_and_translates(run, folder, records, tmp
     assert len((tmp_path / "out.txt").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.long)])
 def test_a_token_outside_of_the_dictionary_ends_the_run_in_one_sentence(run, folder, workers):
     write_set(folder / "train.en-es.es", [[4, 2]] * 29 + [[12, 2]])
     words = ["--max-update", "60", "--save-dir", "run", "--num-workers", workers]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from scalerun.tasks.base_task import BaseTask, UnknownVocabulary, setup_task
 from scalerun.tasks.streaming_language_modeling import StreamingLanguageModelingConfig
 from scalerun.trainer import Progress
 
+logger = logging.getLogger(__name__)
+
 TASK = "streaming_language_modeling"
 SOURCE_FILE = "converted_from.json"
 LONGEST_SAMPLE = 1024
@@ -55,9 +59,10 @@ def write_run(
     converted: ConvertedModel,
     output: Path,
     *,
-    tokenizer: str | None,
+    vocabulary: Mapping[str, Any] | None,
     words: list[str],
     task: ScalerunDataclass | None = None,
+    gate: Callable[[BaseModel], None] = lambda model: None,
 ) -> Path:
     """Write ``checkpoint_0`` of a new run folder, and compare it with the model.
 
@@ -66,14 +71,16 @@ def write_run(
 
     Args:
         output: a folder that is empty or not there.
-        tokenizer: what ``--tokenizer`` of a language model names; None for a run without a task.
+        vocabulary: settings of a language model's task that name its tokenizer; None for a run
+            without a task.
         words: the command's arguments.
         task: settings of the task, where it is not that of a language model.
+        gate: called with the model that was read back; an error takes the folder away.
 
     Raises:
         UserError: the folder cannot be written, or the checkpoint gives other logits.
     """
-    cfg = run_config(converted, tokenizer, task)
+    cfg = run_config(converted, vocabulary, task)
     served = None
     if cfg.task is not None:
         served = setup_task(
@@ -87,7 +94,9 @@ def write_run(
             manager.save(0, state_of(converted, cfg, served), final=True)
         checkpoint = find_checkpoint(output, "--output")
         try:
-            compare(converted.model, load_model(checkpoint))
+            loaded = load_model(checkpoint)
+            compare(converted.model, loaded)
+            gate(loaded)
         except UserError:
             shutil.rmtree(output)
             raise
@@ -95,8 +104,21 @@ def write_run(
     return checkpoint
 
 
+def report_run(checkpoint: Path, converted: ConvertedModel) -> None:
+    """Say what was written, once it has been compared."""
+    num_params = sum(parameter.numel() for parameter in converted.model.parameters())
+    logger.info(
+        "%s: %s, %s parameters; read back, its logits are the same",
+        checkpoint,
+        converted.arch,
+        f"{num_params:,}",
+    )
+
+
 def run_config(
-    converted: ConvertedModel, tokenizer: str | None, task: ScalerunDataclass | None = None
+    converted: ConvertedModel,
+    vocabulary: Mapping[str, Any] | None,
+    task: ScalerunDataclass | None = None,
 ) -> ScalerunConfig:
     """The settings of a run that would continue with this model; without a tokenizer no task."""
     chosen = {
@@ -111,10 +133,10 @@ def run_config(
     cfg.model = converted.cfg.named(converted.arch)
     if task is not None:
         cfg.task = task
-    elif tokenizer is not None:
+    elif vocabulary is not None:
         positions = converted.model.max_positions() or LONGEST_SAMPLE
         cfg.task = StreamingLanguageModelingConfig(
-            tokenizer=tokenizer, tokens_per_sample=min(positions, LONGEST_SAMPLE)
+            **vocabulary, tokens_per_sample=min(positions, LONGEST_SAMPLE)
         ).named(TASK)
     return cfg
 

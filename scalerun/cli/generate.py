@@ -14,9 +14,9 @@ from functools import partial
 import numpy as np
 
 from scalerun.cli.entry import run_cli
-from scalerun.cli.inference_config import InferenceConfig
 from scalerun.cli.output_file import prepare_output_files, refuse_inputs
 from scalerun.cli.segments import Segments, read_segments
+from scalerun.cli.shared_inference import SharedInferenceConfig
 from scalerun.data.length_batches import BatchLimits, LengthBatches
 from scalerun.data.tokenizers.joined_pieces import POST_PROCESSES, join_pieces
 from scalerun.dataclass.errors import ConfigError, UserError
@@ -24,6 +24,7 @@ from scalerun.dataclass.parser import parse_config
 from scalerun.dataclass.ranges import above_zero, at_least
 from scalerun.dataclass.scalerun_dataclass import option
 from scalerun.distributed.launch import choose_device
+from scalerun.distributed.ranks import Ranks
 from scalerun.generation.continuation import Generation
 from scalerun.generation.sequence_generator import SequenceGenerator
 from scalerun.logging.console import setup_logging
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class GenerateConfig(InferenceConfig):
+class GenerateConfig(SharedInferenceConfig):
     """What ``scalerun.cli.generate`` can be told."""
 
     data: str | None = option(None, "data folder (default: the run's own)", positional=True)
@@ -66,6 +67,15 @@ class GenerateConfig(InferenceConfig):
     beam: int = option(5, "hypotheses of a sentence; 1 takes the likeliest token each time")
     lenpen: float = option(
         1.0, "score = log-probability / length ** lenpen: larger prefers longer translations"
+    )
+    diverse_beam_groups: int = option(
+        1, "groups of hypotheses, each kept from the words that earlier ones chose; divides --beam"
+    )
+    diverse_beam_strength: float = option(
+        0.5, "nats that a token costs for each hypothesis of earlier groups that chose it"
+    )
+    prefix_size: int = option(
+        0, "first tokens of the reference that every hypothesis has to begin with"
     )
     nbest: int = option(1, "hypotheses of each source to write to --json, the best first")
     max_len_a: float = option(0.0, "longest translation: tokens for each token of its source, and")
@@ -94,6 +104,7 @@ class GenerateConfig(InferenceConfig):
         super().validate()
         self.search_settings().check()
         at_least("--nbest", self.nbest, 1)
+        at_least("--prefix-size", self.prefix_size, 0)
         if self.nbest > self.beam:
             raise ConfigError(
                 f"--nbest {self.nbest} is above --beam {self.beam}, and a search has no more "
@@ -113,6 +124,10 @@ class GenerateConfig(InferenceConfig):
         above_zero("--batch-size", self.batch_size)
         above_zero("--max-tokens", self.max_tokens)
 
+    def outputs(self) -> dict[str, str | None]:
+        """Files to write, by their flags."""
+        return {"--output": self.output, "--json": self.json, "--scores": self.scores}
+
     def search_settings(self) -> SearchSettings:
         """How to search."""
         return SearchSettings(
@@ -121,6 +136,8 @@ class GenerateConfig(InferenceConfig):
             max_len_a=self.max_len_a,
             max_len_b=self.max_len_b,
             min_len=self.min_len,
+            diverse_beam_groups=self.diverse_beam_groups,
+            diverse_beam_strength=self.diverse_beam_strength,
         )
 
     def limits(self) -> BatchLimits:
@@ -133,31 +150,46 @@ class GenerateConfig(InferenceConfig):
 def main(argv: Sequence[str] | None = None) -> int:
     """Translate, write what was asked for, print the scores; return the exit code."""
     cfg = parse_config(GenerateConfig, argv, prog="scalerun-generate")
-    setup_logging()
-    outputs = {"--output": cfg.output, "--json": cfg.json, "--scores": cfg.scores}
-    prepare_output_files(outputs, inputs=[cfg.data, cfg.input, cfg.reference])
-    device = choose_device(cpu=cfg.cpu)
+    prepare_output_files(cfg.outputs(), inputs=[cfg.data, cfg.input, cfg.reference])
+    return cfg.on_every_rank(lambda ranks: generate(cfg, ranks))
+
+
+def generate(cfg: GenerateConfig, ranks: Ranks) -> int:
+    """One rank's part: all search for the same translations, and rank 0 writes them."""
+    setup_logging(rank=ranks.rank, world_size=ranks.size)
+    device = choose_device(cpu=cfg.cpu, local_rank=ranks.local_rank)
     # Only now, so that --help need not wait for torch's distributed packages.
     from scalerun.cli.inference import load_for_inference
 
     run = load_for_inference(
-        cfg.path, device=device, use_ema=cfg.use_ema, data=cfg.data, user_dir=cfg.user_dir
+        cfg.path,
+        device=device,
+        use_ema=cfg.use_ema,
+        data=cfg.data,
+        user_dir=cfg.user_dir,
+        meshes=ranks.model_meshes,
     )
     if not isinstance(run.task, TranslationTask):
         raise UserError(
             f"--path: the run's task is {run.cfg.task._name}, which does not translate; continue "
             "prompts with scalerun.cli.interactive_cli"
         )
-    refuse_inputs(outputs, [run.task.cfg.data])
-    segments = read_segments(run.task, cfg.gen_subset or DEFAULT_SUBSET, cfg.input, cfg.reference)
+    refuse_inputs(cfg.outputs(), [run.task.cfg.data])
+    task, subset = run.task, cfg.gen_subset or DEFAULT_SUBSET
+    segments = ranks.control.on_main(lambda: read_segments(task, subset, cfg.input, cfg.reference))
     if segments.references is not None:
         require_sacrebleu("scoring translations")
-    elif cfg.scores is not None:
-        raise UserError(f"--scores needs references, and {segments.name} has none")
+    elif cfg.scores is not None or cfg.prefix_size:
+        flag = "--prefix-size" if cfg.prefix_size else "--scores"
+        raise UserError(f"{flag} needs references, and {segments.name} has none")
     assert isinstance(run.model, EncoderDecoder)
     translator = Translator(SequenceGenerator(run.model, run.task.tokenizer), cfg.search_settings())
     with cfg.precision(run.cfg.common, device).autocast():
-        answers = translate(segments, run.task, translator, cfg.limits())
+        answers = translate(
+            segments, run.task, translator, cfg.limits(), prefix_size=cfg.prefix_size
+        )
+    if not ranks.is_main:
+        return 0
     segments, answers = joined(segments, answers, cfg.post_process)
     write_answers(cfg, segments, answers)
     if segments.references is not None:
@@ -168,9 +200,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def translate(
-    segments: Segments, task: TranslationTask, translator: Translator, limits: BatchLimits
+    segments: Segments,
+    task: TranslationTask,
+    translator: Translator,
+    limits: BatchLimits,
+    *,
+    prefix_size: int = 0,
 ) -> list[list[Generation]]:
     """The hypotheses of each source, the best first; none for a blank source.
+
+    Args:
+        prefix_size: tokens of the reference, its end not counted, that hypotheses begin with.
 
     Raises:
         UserError: a source is too long; names the line.
@@ -178,6 +218,8 @@ def translate(
     tokens = segments.source_tokens(task.source_tokenizer)
     lines = [line for line, each in enumerate(tokens) if each]
     _check_lengths(segments, {line: len(tokens[line]) for line in lines}, translator, limits)
+    begun = segments.references if prefix_size and segments.references else [""] * len(tokens)
+    prefixes = [task.tokenizer.encode(text)[:prefix_size] for text in begun]
     answers: list[list[Generation]] = [[] for _ in tokens]
     if not lines:
         return answers
@@ -185,7 +227,9 @@ def translate(
     done, reported = 0, time.monotonic()
     for batch in LengthBatches(lengths_N1, limits):
         members = [lines[i] for i in batch.members]
-        found = translator.translate([tokens[line] for line in members])
+        found = translator.translate(
+            [tokens[line] for line in members], [prefixes[line] for line in members]
+        )
         for line, hypotheses in zip(members, found, strict=True):
             answers[line] = hypotheses
         done += len(members)

@@ -24,6 +24,7 @@ from scalerun.data.length_batches import train_limits, valid_limits
 from scalerun.dataclass.configs import ScalerunConfig
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.parser import config_from_dict
+from scalerun.distributed.mesh import ONE_RANK, ModelMeshes
 from scalerun.models.base_model import BaseModel, build_model
 from scalerun.plugins import load_plugins, plugin_errors
 from scalerun.tasks.base_task import TASK_REGISTRY, BaseTask, setup_task
@@ -52,6 +53,7 @@ def load_for_inference(
     use_ema: bool = False,
     data: str | None = None,
     user_dir: str | None = None,
+    meshes: ModelMeshes = ONE_RANK,
 ) -> LoadedRun:
     """Load a checkpoint's model, in evaluation mode, with the task it was trained for.
 
@@ -60,6 +62,7 @@ def load_for_inference(
         use_ema: take the averaged weights.
         data: data folder in place of the one that the run was trained on.
         user_dir: plug-in folder in place of the one that the run used.
+        meshes: axes that share the model; each of their ranks loads its part.
 
     Raises:
         UserError: there is no checkpoint, it is damaged, or it has no averaged weights.
@@ -87,7 +90,7 @@ def load_for_inference(
         quarantine=Path(os.devnull),
     )
     task.set_batch_limits(train=train_limits(cfg.dataset), valid=valid_limits(cfg.dataset))
-    model = task.build_model(cfg.model, seed=cfg.common.seed, device=device)
+    model = task.build_model(cfg.model, seed=cfg.common.seed, device=device, meshes=meshes)
     state = read_state(checkpoint)
     _load_weights(checkpoint, model, state, use_ema=use_ema)
     return LoadedRun(checkpoint, cfg, task, model.eval(), state["trainer"]["num_updates"])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from scalerun.cli.entry import run_cli
 from scalerun.cli.sampling_config import SamplingConfig
-from scalerun.cli.session import Session, answer_pipe, load_generator
+from scalerun.cli.session import LoadedGenerator, Session, answer_pipe, on_every_rank
 from scalerun.cli.settings import Settings
 from scalerun.cli.terminal import HINT, prompt_reader, talk
 from scalerun.cli.terminal_commands import with_help
@@ -31,7 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Load a checkpoint and answer prompts; 0 at the end of the input."""
     settings = Settings(InteractiveConfig, argv, PROG)
     setup_logging("none")
-    loaded = load_generator(settings.cfg)
+    return on_every_rank(settings.cfg, lambda loaded: converse(settings, loaded))
+
+
+def converse(settings: Settings[InteractiveConfig], loaded: LoadedGenerator) -> int:
+    """Answer what is typed, or what a pipe holds; return the exit code."""
     session = Session(settings, loaded.generator, autocast=loaded.autocast, out=sys.stdout)
     if not sys.stdin.isatty():
         answer_pipe(session, sys.stdin.buffer)

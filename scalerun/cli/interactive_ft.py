@@ -17,7 +17,7 @@ from typing import IO
 from scalerun.cli.conversation import Conversation
 from scalerun.cli.entry import run_cli
 from scalerun.cli.sampling_config import DEFAULT_NEW_TOKENS, SamplingConfig, unescaped
-from scalerun.cli.session import LoadedGenerator, Session, answer_pipe, load_generator
+from scalerun.cli.session import LoadedGenerator, Session, answer_pipe, on_every_rank
 from scalerun.cli.settings import Settings
 from scalerun.cli.terminal import HINT, prompt_reader, talk
 from scalerun.cli.terminal_commands import Command, with_help
@@ -158,7 +158,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Load a checkpoint and talk; 0 at the end of the input."""
     settings = Settings(ChatConfig, argv, PROG)
     setup_logging("none")
-    loaded = load_generator(settings.cfg)
+    return on_every_rank(settings.cfg, lambda loaded: converse(settings, loaded))
+
+
+def converse(settings: Settings[ChatConfig], loaded: LoadedGenerator) -> int:
+    """Answer what is typed, or what a pipe holds; return the exit code.
+
+    Raises:
+        UserError: the model was not fine-tuned.
+    """
     check_fine_tuned(loaded)
     session = ChatSession(settings, loaded.generator, autocast=loaded.autocast, out=sys.stdout)
     if not sys.stdin.isatty():

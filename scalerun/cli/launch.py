@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from scalerun.cli.entry import outcome, print_error
-from scalerun.dataclass.configs import ScalerunConfig
+from scalerun.dataclass.configs import DistributedConfig
 from scalerun.dataclass.errors import UserError
 from scalerun.distributed.launch import (
     choose_device,
@@ -29,8 +30,14 @@ Work = Callable[[Ranks], int]
 """What each rank does; gives its exit code."""
 
 
-def on_every_rank(cfg: ScalerunConfig, work: Work) -> int:
+def on_every_rank(
+    cfg: DistributedConfig, work: Work, *, cpu: bool, settings: Mapping[str, Any]
+) -> int:
     """Do the work in this process, in processes started here, or as one of a launcher's.
+
+    Args:
+        cpu: compute on the CPU even where there are GPUs.
+        settings: must be the same on every rank.
 
     Returns:
         The exit code. A process that a launcher started ends in here.
@@ -38,21 +45,24 @@ def on_every_rank(cfg: ScalerunConfig, work: Work) -> int:
     Raises:
         UserError: what a rank raised.
     """
-    place = find_rendezvous(cfg.distributed)
-    world_size = place.world_size if place else cfg.distributed.distributed_world_size or 1
-    parallel_dims(cfg.distributed, world_size)  # refused before any process starts
+    place = find_rendezvous(cfg)
+    world_size = place.world_size if place else cfg.distributed_world_size or 1
+    parallel_dims(cfg, world_size)  # refused before any process starts
     if world_size == 1:
         return work(ALONE)
+
+    def here(place: Rendezvous) -> int:
+        device = choose_device(cpu=cpu, local_rank=place.local_rank)
+        return as_rank(work, lambda: join(place, cfg, device, settings=settings))
+
     if place is not None:
-        code, error = outcome(lambda: as_rank(cfg, place, work))
+        code, error = outcome(lambda: here(place))
         if error is not None:
             print_error(error, place)
         end_process(code)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max((os.cpu_count() or 1) // world_size, 1))
-    code, error = run_local_ranks(
-        world_size, lambda place: outcome(lambda: as_rank(cfg, place, work))
-    )
+    code, error = run_local_ranks(world_size, lambda place: outcome(lambda: here(place)))
     if error is not None:
         failure = UserError(error)
         failure.exit_code = code
@@ -60,10 +70,9 @@ def on_every_rank(cfg: ScalerunConfig, work: Work) -> int:
     return code
 
 
-def as_rank(cfg: ScalerunConfig, place: Rendezvous, work: Work) -> int:
+def as_rank(work: Work, meet: Callable[[], Ranks]) -> int:
     """Meet the others, do the work, leave them."""
-    device = choose_device(cpu=cfg.common.cpu, local_rank=place.local_rank)
-    ranks = join(place, cfg.distributed, device, settings=cfg.to_dict())
+    ranks = meet()
     try:
         code = work(ranks)
         leave(ranks)

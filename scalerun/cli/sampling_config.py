@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from scalerun.cli.inference_config import InferenceConfig
+from scalerun.cli.shared_inference import SharedInferenceConfig
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.sampling_params import SamplingParams
 from scalerun.dataclass.scalerun_dataclass import option
@@ -16,7 +16,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
 
 @dataclass
-class SamplingConfig(InferenceConfig):
+class SamplingConfig(SharedInferenceConfig):
     """Which checkpoint to ask, and how its answers are drawn."""
 
     max_new_tokens: int | None = option(
@@ -31,10 +31,26 @@ class SamplingConfig(InferenceConfig):
         "draw among the most likely tokens that together have this probability; 1 for no limit "
         f"(default: {DEFAULT_TOP_P:g}, no limit with --beam)",
     )
+    min_p: float = option(
+        0.0, "draw among tokens with at least this share of the likeliest one's probability"
+    )
+    repetition_penalty: float = option(
+        1.0, "divides the logits of tokens that the prompt or the answer has; 1 for none"
+    )
+    presence_penalty: float = option(0.0, "taken off the logit of each token that the answer has")
+    frequency_penalty: float = option(
+        0.0, "taken off the logit of each token as often as the answer has it"
+    )
     beam: int = option(1, "search for the likeliest answer with this many hypotheses; 1 draws")
     lenpen: float = option(
         1.0,
         "with --beam, score = log-probability / length ** lenpen: larger prefers longer answers",
+    )
+    diverse_beam_groups: int = option(
+        1, "groups of hypotheses, each kept from the tokens that earlier ones chose; divides --beam"
+    )
+    diverse_beam_strength: float = option(
+        0.5, "nats that a token costs for each hypothesis of earlier groups that chose it"
     )
     stop: list[str] = option(
         [],
@@ -74,8 +90,14 @@ class SamplingConfig(InferenceConfig):
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
             beam=self.beam,
             lenpen=self.lenpen,
+            diverse_beam_groups=self.diverse_beam_groups,
+            diverse_beam_strength=self.diverse_beam_strength,
             stop=tuple(map(unescaped, self.stop)),
             seed=self.seed,
             truncate_prompt=self.truncate_prompt,

@@ -18,8 +18,10 @@ from scalerun.data.tokenizers.base_tokenizer import BaseTokenizer
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.sampling_params import SamplingParams
 from scalerun.distributed.launch import choose_device
-from scalerun.generation.continuation import Generation
+from scalerun.distributed.ranks import ALONE, Ranks
+from scalerun.generation.events import Generation
 from scalerun.generation.sequence_generator import SequenceGenerator
+from scalerun.generation.shared_generator import SharedGenerator
 from scalerun.models.base_decoder import BaseDecoder
 
 
@@ -31,33 +33,70 @@ class LoadedGenerator:
     """Architecture and finished updates."""
     task: str | None
     """The name of the task it was trained on."""
-    generator: SequenceGenerator
+    generator: SharedGenerator
     autocast: Callable[[], AbstractContextManager[object]]
     """Makes the context to compute in."""
 
 
-def load_generator(cfg: SamplingConfig) -> LoadedGenerator:
+def load_generator(cfg: SamplingConfig, ranks: Ranks = ALONE) -> LoadedGenerator:
     """Load what ``--path`` names.
+
+    Args:
+        ranks: that share the model; each loads its part.
 
     Raises:
         UserError: there is no checkpoint, or nothing that continues text.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may say what the terminal cannot show
-    device = choose_device(cpu=cfg.cpu)
+    device = choose_device(cpu=cfg.cpu, local_rank=ranks.local_rank)
     # Only now, so that --help need not wait for torch's distributed packages.
     from scalerun.cli.inference import load_for_inference
 
-    loaded = load_for_inference(cfg.path, device=device, use_ema=cfg.use_ema, user_dir=cfg.user_dir)
+    loaded = load_for_inference(
+        cfg.path,
+        device=device,
+        use_ema=cfg.use_ema,
+        user_dir=cfg.user_dir,
+        meshes=ranks.model_meshes,
+    )
     precision = cfg.precision(loaded.cfg.common, device)
     tokenizer, model = usable(loaded.task.tokenizer, loaded.model)
     task = loaded.cfg.task
     return LoadedGenerator(
         f"{loaded.cfg.model._name}, {loaded.num_updates:,} updates",
         None if task is None else task._name,
-        SequenceGenerator(model, tokenizer),
+        SharedGenerator(model, tokenizer, ranks=ranks.control),
         precision.autocast,
     )
+
+
+def on_every_rank(cfg: SamplingConfig, talk: Callable[[LoadedGenerator], int]) -> int:
+    """Load the model on all ranks that share it; rank 0 talks, the others compute with it.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: several ranks, and a terminal to talk on.
+        UserError: the model cannot be loaded.
+    """
+    if cfg.model_parallel_size > 1 and sys.stdin.isatty():
+        raise ConfigError(
+            f"--model-parallel-size {cfg.model_parallel_size} answers prompts from a pipe or a "
+            "file, and standard input is a terminal; redirect it"
+        )
+
+    def work(ranks: Ranks) -> int:
+        loaded = load_generator(cfg, ranks)
+        if ranks.is_main:
+            with loaded.generator.leading():
+                return talk(loaded)
+        with loaded.autocast():
+            loaded.generator.follow()
+        return 0
+
+    return cfg.on_every_rank(work)
 
 
 def usable(tokenizer: BaseTokenizer | None, model: object) -> tuple[BaseTokenizer, BaseDecoder]:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Generic, TypeVar
 
-from scalerun.cli.inference_config import InferenceConfig
 from scalerun.cli.sampling_config import SamplingConfig
+from scalerun.cli.shared_inference import SharedInferenceConfig
 from scalerun.cli.terminal_commands import Command
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.parser import parse_config
 
-FIXED = {field.name for field in fields(InferenceConfig)} | {"json"}
+FIXED = {field.name for field in fields(SharedInferenceConfig)} | {"json"}
 """What was decided when the model was loaded."""
 
 

@@ -24,7 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     cfg = parse_config(
         ScalerunConfig, words, prog="scalerun-train", choosers=CHOOSERS, load_plugins=load_plugins
     )
-    return on_every_rank(cfg, lambda ranks: train(cfg, words, ranks))
+    return on_every_rank(
+        cfg.distributed,
+        lambda ranks: train(cfg, words, ranks),
+        cpu=cfg.common.cpu,
+        settings=cfg.to_dict(),
+    )
 
 
 def train(cfg: ScalerunConfig, words: list[str], ranks: Ranks) -> int:

@@ -112,7 +112,6 @@ REFUSED = {
     "--fsdp-checkpoint-wrap-layer-frequency": "give --checkpoint-activations-interval",
     "--threshold-loss-scale": "--min-loss-scale ends the run at the smallest scale; remove it",
     "--sentence-avg": "the loss is a mean over target tokens; remove it",
-    "--final-vocab-size": "the vocabulary is as large as the tokenizer's; remove it",
     "--multicorpus-sampling-maximum": "give --corpus-weights",
     "--combine-valid-subsets": "name the sets in --valid-subset",
     "--shorten-method --shorten-data-split-list": "--sample-break-mode says how documents become "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from scalerun.dataclass.errors import ConfigError
@@ -56,6 +57,17 @@ class SamplingParams:
     """Hypotheses of a beam search; 1 draws or is greedy."""
     lenpen: float = 1.0
     """A finished hypothesis scores its log-probability / (its length, with the end) ** lenpen."""
+    diverse_beam_groups: int = 1
+    """Groups that the hypotheses are searched in, each kept from what earlier ones have chosen."""
+    diverse_beam_strength: float = 0.5
+    """Nats that a token costs for each hypothesis of earlier groups that has it in the same place.
+    """
+    prefix: tuple[int, ...] = ()
+    """Tokens that the answer has to begin with; they are part of it, and of its score."""
+    allowed_tokens: Callable[[Sequence[int]], Sequence[int] | None] | None = None
+    """Given the tokens of an answer so far, which may follow: those named, with the end of the
+    document only if it is among them; None for any. Where none is left the answer ends. It is not
+    asked before ``prefix`` is over."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer; they are cut off."""
     seed: int | None = None
@@ -196,3 +208,32 @@ class SamplingParams:
                 f"--lenpen {self.lenpen:g} ranks the answers of a beam search; give --beam 2",
                 param="lenpen",
             )
+        check_groups("--", self.beam, self.diverse_beam_groups, self.diverse_beam_strength)
+        if len(self.prefix) > self.max_new_tokens:
+            raise ConfigError(
+                f"an answer is to begin with {len(self.prefix)} tokens, and --max-new-tokens is "
+                f"{self.max_new_tokens}; raise it",
+                param="max_new_tokens",
+            )
+
+
+def check_groups(prefix: str, beam: int, groups: int, strength: float) -> None:
+    """Refuse what makes no diverse beam search.
+
+    Args:
+        prefix: what the names of the flags begin with.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    if groups < 1 or beam % groups:
+        raise ConfigError(
+            f"{prefix}diverse-beam-groups is {groups}; give a divisor of {prefix}beam, which is "
+            f"{beam}",
+            param="diverse_beam_groups",
+        )
+    if not 0 <= strength < math.inf:
+        raise ConfigError(
+            f"{prefix}diverse-beam-strength is {strength:g}; give 0 or more",
+            param="diverse_beam_strength",
+        )

@@ -162,12 +162,9 @@ class Search(Continuation):
             max_length=self.params.max_new_tokens,
             eos=self.eos,
             stops=lambda answer: bool(self.params.stop) and self._text(answer).stopped,
+            groups=self.params.diverse_beam_groups,
+            strength=self.params.diverse_beam_strength,
         )
-
-    @property
-    def may_end(self) -> list[bool]:
-        """For each of the N hypotheses, whether it has tokens enough."""
-        return [answer.length >= self.params.min_new_tokens for answer in self.search.live]
 
     def advance(self, logprobs_NK: Tensor, tokens_NK: Tensor) -> None:
         """Choose the next tokens of all hypotheses.

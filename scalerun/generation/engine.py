@@ -243,8 +243,11 @@ class Engine:
 
     def _advance(self, logits_NV: Tensor) -> None:
         """Give every answer its next token."""
-        logprobs_NV = logits_NV.log_softmax(-1)
-        broken = logprobs_NV.isnan().any(-1).tolist()
+        # A few rows come from a product with the vocabulary in front, and lie across it.
+        logits_NV = logits_NV.contiguous()
+        # A probability is needed for few of the tokens, and what is not finite shows in the norm.
+        norms_N = logits_NV.logsumexp(-1)
+        broken = [not math.isfinite(norm) for norm in norms_N.tolist()]
         drawn: list[tuple[Draws, int]] = []
         searched: list[tuple[Search, int]] = []
         first = 0
@@ -258,23 +261,24 @@ class Engine:
                 searched.append((each, first))
             first = rows.stop
         if drawn:
-            self._draw(drawn, logits_NV, logprobs_NV)
+            self._draw(drawn, logits_NV, norms_N)
         if searched:
-            self._search(searched, logprobs_NV)
+            self._search(searched, logits_NV, norms_N)
 
-    def _draw(
-        self, drawn: Sequence[tuple[Draws, int]], logits_NV: Tensor, logprobs_NV: Tensor
-    ) -> None:
-        """Choose for all that draw, each with the place of its first sequence."""
+    def _draw(self, drawn: Sequence[tuple[Draws, int]], logits_NV: Tensor, norms_N: Tensor) -> None:
+        """Choose for all that draw, each with the place of its first sequence.
+
+        Args:
+            norms_N: what a row's logits are above its log-probabilities.
+        """
         choices = [choice for each, _ in drawn for choice in each.going]
         owners = [each for each, _ in drawn for _ in each.going]
         rows = [first + row for each, first in drawn for row in each.sources()]
-        rows_B = torch.tensor(rows, device=logits_NV.device)
-        logits_BV, logprobs_BV = logits_NV[rows_B], logprobs_NV[rows_B]
+        logits_BV, norms_B = _rows(logits_NV, rows), _rows(norms_N, rows)
         chosen_B = self.rules.choose(logits_BV, choices)
-        logprobs_B = logprobs_BV.gather(1, chosen_B[:, None])[:, 0]
+        logprobs_B = logits_BV.gather(1, chosen_B[:, None])[:, 0] - norms_B
         wanted = max(choice.params.logprobs or 0 for choice in choices)
-        tops = _alternatives(logprobs_BV, wanted)
+        tops = _alternatives(logits_BV - norms_B[:, None], wanted) if wanted else [[]] * len(rows)
         for owner, choice, token, logprob, top in zip(
             owners, choices, chosen_B.tolist(), logprobs_B.tolist(), tops, strict=True
         ):
@@ -282,11 +286,16 @@ class Engine:
         for each, _ in drawn:
             each.settle()
 
-    def _search(self, searched: Sequence[tuple[Search, int]], logprobs_NV: Tensor) -> None:
-        """Choose for all that search, each with the place of its first sequence."""
+    def _search(
+        self, searched: Sequence[tuple[Search, int]], logits_NV: Tensor, norms_N: Tensor
+    ) -> None:
+        """Choose for all that search; arguments as in :meth:`_draw`."""
         rows = [first + i for each, first in searched for i in range(each.num_sequences)]
-        may_end = [may for each, _ in searched for may in each.may_end]
-        allowed_NV = self.rules.allowed(logprobs_NV[rows], may_end)
+        begun = [
+            (each.params, answer.tokens) for each, _ in searched for answer in each.search.live
+        ]
+        logprobs_NV = _rows(logits_NV, rows) - _rows(norms_N, rows)[:, None]
+        allowed_NV = self.rules.allowed(logprobs_NV, begun)
         best = best_tokens(allowed_NV, beam=max(each.params.beam for each, _ in searched))
         first = 0
         for each, _ in searched:
@@ -308,6 +317,13 @@ def _uncompiled(model: BaseModel) -> AbstractContextManager[object]:
     if not model.is_compiled:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
+
+
+def _rows(tensor_N: Tensor, rows: list[int]) -> Tensor:
+    """The named rows; the tensor itself where those are all."""
+    if rows == list(range(len(tensor_N))):
+        return tensor_N
+    return tensor_N[torch.tensor(rows, device=tensor_N.device)]
 
 
 def _prompt_score(continuation: Continuation, logits_TV: Tensor) -> PromptScore:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from scalerun.data.tokenizers.dictionary import Dictionary
 from scalerun.generation.choice import Choice
+from scalerun.generation.constraints import Begun, constrain
 from scalerun.generation.sampling import choose_tokens, penalized
 
 
@@ -28,18 +29,16 @@ class Rules:
         never = set(dictionary.dropped_ids) - {self.eos}
         if dictionary.unk is not None:
             never.add(dictionary.unk)
-        self._never = sorted(never)
+        self._never = torch.tensor(sorted(never), dtype=torch.int64)
 
-    def allowed(self, logits_BV: Tensor, may_end: Sequence[bool]) -> Tensor:
-        """The same with ``-inf`` where a row must not go.
-
-        Args:
-            may_end: for each row whether the document may end.
-        """
-        allowed_BV = logits_BV.clone()
-        allowed_BV[:, self._never] = float("-inf")
-        early = [i for i, may in enumerate(may_end) if not may]
-        allowed_BV[early, self.eos] = float("-inf")
+    def allowed(self, logits_BV: Tensor, begun: Sequence[Begun]) -> Tensor:
+        """The same with ``-inf`` where an answer must not go."""
+        self._never = self._never.to(logits_BV.device)
+        allowed_BV = logits_BV.index_fill(1, self._never, float("-inf"))
+        early = [i for i, (p, tokens) in enumerate(begun) if len(tokens) < p.min_new_tokens]
+        if early:
+            allowed_BV[early, self.eos] = float("-inf")
+        constrain(allowed_BV, logits_BV, begun, eos=self.eos)
         return allowed_BV
 
     def choose(self, logits_BV: Tensor, choices: Sequence[Choice]) -> Tensor:
@@ -50,9 +49,12 @@ class Rules:
         """
         device = logits_BV.device
         allowed_BV = self.allowed(
-            self._penalized(logits_BV, choices), [choice.may_end for choice in choices]
+            self._penalized(logits_BV, choices),
+            [(choice.params, choice.tokens) for choice in choices],
         )
         params = [choice.params for choice in choices]
+        if all(each.temperature == 0 for each in params):
+            return allowed_BV.max(-1).indices
         return choose_tokens(
             allowed_BV,
             temperature_B=_doubles([each.temperature for each in params], device),

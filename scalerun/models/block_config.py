@@ -33,7 +33,9 @@ class BlockConfig(MoEConfig, MemoryConfig):
     )
 
     activation_fn: str = option(
-        "gelu", "activation of the feed-forward layers", choices=("relu", "gelu", "swish")
+        "gelu",
+        "activation of the feed-forward layers; gelu_tanh is GPT-2's approximation of gelu",
+        choices=("relu", "gelu", "gelu_tanh", "swish"),
     )
     dropout: float = option(0.0, "dropout on the embedding and on the output of each branch")
     no_emb_dropout: bool = option(False, "no dropout on the embedding")

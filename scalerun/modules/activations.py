@@ -31,4 +31,14 @@ def gelu(x: Tensor) -> Tensor:
         onednn.enabled = True
 
 
-ACTIVATIONS: dict[str, Activation] = {"relu": F.relu, "gelu": gelu, "swish": F.silu}
+def gelu_tanh(x: Tensor) -> Tensor:
+    """``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x**3)))``, close to gelu."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": F.relu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "swish": F.silu,
+}

@@ -165,9 +165,9 @@ class BaseTask(ABC):
             self.check_slices(model, num_ranks=meshes.sequence.size())
         return model
 
-    def vocabularies(self) -> dict[str, int]:
+    def vocabularies(self) -> dict[str, Any]:
         """Sizes and padding symbols, as :func:`build_model` calls them."""
-        return {"vocab_size": len(self.dictionary), "padding_idx": self.dictionary.pad}
+        return {"vocab_size": len(self.dictionary), "padding_idx": self.dictionary.padding_row}
 
     def flops_per_target(self, model: BaseModel) -> int:
         """Floating-point operations of forward and backward for one target token."""

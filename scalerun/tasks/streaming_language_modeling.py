@@ -41,6 +41,10 @@ class StreamingLanguageModelingConfig(TextFilesConfig):
     end_of_document_symbol: str | None = option(
         None, "symbol that ends a document (default: the tokenizer's own)"
     )
+    final_vocab_size: int | None = option(
+        None,
+        "rows of embedding and output (default: the tokenizer's symbols, up to a multiple of 8)",
+    )
     sample_break_mode: str = option(
         "none",
         "none: cut the stream of documents anywhere; complete: whole documents; eos: one document; "
@@ -128,7 +132,11 @@ class StreamingLanguageModelingTask(BaseTask):
         quarantine: Path,
     ) -> Self:
         tokenizer = load_tokenizer(
-            cfg.tokenizer, cfg.vocab_filename, cfg.merges_filename, cfg.end_of_document_symbol
+            cfg.tokenizer,
+            cfg.vocab_filename,
+            cfg.merges_filename,
+            cfg.end_of_document_symbol,
+            final_vocab_size=cfg.final_vocab_size,
         )
         folder = cfg.cache_folder(cache_dir)
         return cls(cfg, tokenizer, seed=seed, cache_dir=folder, quarantine=quarantine)

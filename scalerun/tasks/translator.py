@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from scalerun.dataclass.errors import ConfigError
 from scalerun.dataclass.ranges import at_least
-from scalerun.dataclass.sampling_params import MAX_BEAM, SamplingParams
+from scalerun.dataclass.sampling_params import MAX_BEAM, SamplingParams, check_groups
 from scalerun.generation.events import Generation
 from scalerun.generation.sequence_generator import SequenceGenerator
 from scalerun.models.encoder_decoder import EncoderDecoder
@@ -28,6 +28,9 @@ class SearchSettings:
     max_len_b: int = 200
     min_len: int = 1
     """Tokens of a translation at least, its end not counted."""
+    diverse_beam_groups: int = 1
+    """Groups of hypotheses that are kept from each other's words; see :class:`BeamSearch`."""
+    diverse_beam_strength: float = 0.5
 
     def check(self, prefix: str = "--") -> None:
         """Refuse what makes no search.
@@ -47,6 +50,7 @@ class SearchSettings:
                 f"{prefix}lenpen {self.lenpen:g} ranks the hypotheses of a search, and "
                 f"{prefix}beam 1 has none; give {prefix}beam 2 or more"
             )
+        check_groups(prefix, self.beam, self.diverse_beam_groups, self.diverse_beam_strength)
         if not 0 <= self.max_len_a < math.inf:
             raise ConfigError(f"{prefix}max-len-a is {self.max_len_a:g}; give 0 or more")
         at_least(f"{prefix}max-len-b", self.max_len_b, 0)
@@ -62,11 +66,14 @@ class SearchSettings:
                 "translation; raise one of them"
             )
 
-    def params(self, source_length: int, room: int | None = None) -> SamplingParams:
+    def params(
+        self, source_length: int, room: int | None = None, prefix: Sequence[int] = ()
+    ) -> SamplingParams:
         """How a source of so many tokens is translated.
 
         Args:
             room: tokens that the model can write at most; None for no limit.
+            prefix: what the translation has to begin with, as far as it is allowed to be long.
         """
         longest = max(int(self.max_len_a * source_length + self.max_len_b), 1)
         longest = longest if room is None else min(longest, room)
@@ -76,6 +83,9 @@ class SearchSettings:
             temperature=1.0 if self.beam > 1 else 0.0,
             beam=self.beam,
             lenpen=self.lenpen,
+            diverse_beam_groups=self.diverse_beam_groups,
+            diverse_beam_strength=self.diverse_beam_strength,
+            prefix=tuple(prefix[:longest]),
         )
 
 
@@ -97,18 +107,25 @@ class Translator:
         assert isinstance(model, EncoderDecoder)
         return model.encoder.max_positions()
 
-    def translate(self, sources: Sequence[Sequence[int]]) -> list[list[Generation]]:
+    def translate(
+        self, sources: Sequence[Sequence[int]], prefixes: Sequence[Sequence[int]] | None = None
+    ) -> list[list[Generation]]:
         """The translations of each source, ``beam`` of them, the best first.
 
         Args:
             sources: token numbers, each with the end symbol last.
+            prefixes: for each source the tokens that its translation has to begin with.
 
         Raises:
             UserError: a source is longer than the encoder's positions, or the model's output is
                 not finite.
         """
         room = self.generator.room(0)
-        params = [self.settings.params(len(source), room) for source in sources]
+        begun = [()] * len(sources) if prefixes is None else prefixes
+        params = [
+            self.settings.params(len(source), room, prefix)
+            for source, prefix in zip(sources, begun, strict=True)
+        ]
         prompts: list[list[int]] = [[] for _ in sources]
         if self.settings.beam > 1:
             return self.generator.hypotheses(prompts, params, sources=sources)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scalerun.data.tokenizers.dictionary import Dictionary
+from scalerun.dataclass.errors import UserError
 
 BOS_SYMBOLS = ("<s>", "<BOS>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
 PAD_SYMBOLS = ("<pad>", "<PAD>", "[PAD]", "<|pad|>")
@@ -50,6 +51,20 @@ class BaseTokenizer(ABC):
     def digest(self) -> str:
         """Hex digest of the vocabulary's content and roles; equal digests give equal ids."""
         return self.dictionary.digest
+
+    def use_rows(self, num_rows: int) -> None:
+        """Let embedding and output have so many rows, as a model of another library has.
+
+        Raises:
+            UserError: there are more symbols.
+        """
+        try:
+            self.dictionary = self.dictionary.with_rows(num_rows)
+        except ValueError as error:
+            raise UserError(
+                f"--final-vocab-size {num_rows} is too small for the tokenizer: {error}; raise it "
+                "or leave it out"
+            ) from error
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:

@@ -51,8 +51,16 @@ class JsonTokenizer(BaseTokenizer):
         self._vocabulary: dict[str, int] = model.get_vocab(with_added_tokens=True)
         self._size = max(self._vocabulary.values()) + 1
         self.dictionary = self._make_dictionary(end_of_document_symbol)
-        special = {i for i, token in model.get_added_tokens_decoder().items() if token.special}
-        self._dropped = self.dictionary.dropped_ids | special - {self.dictionary.unk}
+        added = model.get_added_tokens_decoder()
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        self._dropped = self._without_text()
+
+    def _without_text(self) -> frozenset[int]:
+        return self.dictionary.dropped_ids | self._special - {self.dictionary.unk}
+
+    def use_rows(self, num_rows: int) -> None:
+        super().use_rows(num_rows)
+        self._dropped = self._without_text()
 
     @classmethod
     def from_json(cls, path: Path, end_of_document_symbol: str | None = None) -> JsonTokenizer:
@@ -115,6 +123,7 @@ class JsonTokenizer(BaseTokenizer):
             )
         return Dictionary(
             num_real_symbols=self._size + (pad is None),
+            adds_pad=pad is None,
             bos=eos if bos is None else bos,
             pad=self._size if pad is None else pad,
             eos=eos,
@@ -123,6 +132,10 @@ class JsonTokenizer(BaseTokenizer):
                 "tokenizers", *(path.read_bytes() for path in self.files.values()), str(eos)
             ),
         )
+
+    def copied_model(self) -> Tokenizer:
+        """The library's object once more."""
+        return Tokenizer.from_str(self._model.to_str())
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids

@@ -85,12 +85,29 @@ class SentencePieceTokenizer(BaseTokenizer):
             )
         return Dictionary(
             num_real_symbols=self._size + (pad is None),
+            adds_pad=pad is None,
             bos=eos if bos is None else bos,
             pad=self._size if pad is None else pad,
             eos=eos,
             unk=self._role(self._model.unk_id(), UNK_SYMBOLS),
             digest=content_digest("sentencepiece", content, str(eos)),
         )
+
+    def pieces(self) -> list[tuple[str, float | None]]:
+        """Each piece with its score; None for one that no text is spelled with."""
+        model = self._model
+        spelled = [
+            not (model.is_control(i) or model.is_unknown(i) or model.is_byte(i))
+            for i in range(self._size)
+        ]
+        return [
+            (self.piece(i), float(model.get_score(i)) if spelled[i] else None)
+            for i in range(self._size)
+        ]
+
+    def use_rows(self, num_rows: int) -> None:
+        super().use_rows(num_rows)
+        self._dropped = self.dictionary.dropped_ids
 
     def encode(self, text: str) -> list[int]:
         if self._space_bytes is None or SPACE not in text:

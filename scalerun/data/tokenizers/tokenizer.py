@@ -24,6 +24,7 @@ def load_tokenizer(
     merges_filename: str | None = None,
     end_of_document_symbol: str | None = None,
     *,
+    final_vocab_size: int | None = None,
     flag: str = "--tokenizer",
 ) -> BaseTokenizer:
     """The tokenizer that the flags name.
@@ -33,12 +34,26 @@ def load_tokenizer(
         vocab_filename: GPT-2's ``vocab.json``, given with ``merges_filename`` instead of ``spec``.
         merges_filename: GPT-2's ``merges.txt``.
         end_of_document_symbol: the symbol that ends a document, when it is not the usual one.
+        final_vocab_size: rows of embedding and output; None for the symbols' number.
         flag: what ``spec`` was given with.
 
     Raises:
         ConfigError: none is named, or two are.
         UserError: a file is missing or of another kind.
     """
+    tokenizer = _named(spec, vocab_filename, merges_filename, end_of_document_symbol, flag)
+    if final_vocab_size is not None:
+        tokenizer.use_rows(final_vocab_size)
+    return tokenizer
+
+
+def _named(
+    spec: str | None,
+    vocab_filename: str | None,
+    merges_filename: str | None,
+    end_of_document_symbol: str | None,
+    flag: str,
+) -> BaseTokenizer:
     if spec is not None and (vocab_filename or merges_filename):
         raise ConfigError("--tokenizer and --vocab-filename/--merges-filename exclude each other")
     if spec is None and not (vocab_filename and merges_filename):

@@ -13,8 +13,8 @@ from scalerun.dataclass.errors import UserError
 from scalerun.models.beit3 import MODEL, BEiT3
 from scalerun.models.torchscale.configs import EncoderConfig, as_config
 from scalerun.models.torchscale.keys import convert_keys, without_prefix
-from scalerun.models.torchscale.loader import Translation
 from scalerun.models.torchscale.translate import beit3_config
+from scalerun.models.translation import Translation
 from scalerun.modules.positions.learned import OFFSET
 
 PREFIX = "beit3."

@@ -20,7 +20,7 @@ CHOICES = {
     field.name: field.metadata["choices"]
     for field in fields(BlockConfig)
     if field.metadata["choices"] is not None
-}
+} | {"activation_fn": ("relu", "gelu", "swish")}
 """The words that a field may be, where it has them."""
 VERSIONS = ("main", "0.3.0", OVERRIDDEN)
 

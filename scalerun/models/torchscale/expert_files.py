@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scalerun.dataclass.errors import UserError
-from scalerun.models.torchscale.weight_file import WeightFile, read_weight_file
+from scalerun.models.weight_file import WeightFile, read_weight_file
 
 SHARED = re.compile(r"(.+)-shared(\.\w+)")
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
@@ -22,7 +22,7 @@ RANK_PART = "expert"
 def read_checkpoint(path: Path, *, allow_namespace: bool = False) -> WeightFile:
     """Read a file; beside one that is called ``NAME-shared.pt`` also all ``NAME-rank-R.pt``.
 
-    Arguments and errors as in :func:`~scalerun.models.torchscale.weight_file.read_weight_file`.
+    Arguments and errors as in :func:`~scalerun.models.weight_file.read_weight_file`.
     """
     shared = read_weight_file(path, allow_namespace=allow_namespace)
     match = SHARED.fullmatch(path.name)

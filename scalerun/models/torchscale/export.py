@@ -15,11 +15,11 @@ from torch import Tensor
 from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.models.base_model import Architecture
+from scalerun.models.renames import Renames
 from scalerun.models.retnet import RetNetConfig as OurRetNetConfig
 from scalerun.models.torchscale import keys, retnet
 from scalerun.models.torchscale.configs import DecoderConfig, SharedConfig
 from scalerun.models.torchscale.moe import MOE, expert_keys
-from scalerun.models.torchscale.renames import Renames
 from scalerun.models.torchscale.retnet import RetNetConfig, retnet_config
 from scalerun.models.torchscale.translate import DECODER, LISTS, SHARED, decoder_config
 from scalerun.models.transformer_config import TransformerConfig

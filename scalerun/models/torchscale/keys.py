@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from scalerun.dataclass.errors import UserError
+from scalerun.models.renames import Renames
 from scalerun.models.torchscale.moe import GATE_RENAMES, stack_experts
-from scalerun.models.torchscale.renames import Renames
 from scalerun.modules.positions.xpos import pair_scales
 
 RENAMES = Renames(

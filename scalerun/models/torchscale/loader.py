@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from scalerun.dataclass.errors import UserError
-from scalerun.dataclass.scalerun_dataclass import ScalerunDataclass
 from scalerun.models import transformer_encoder, transformer_lm, transformer_mlm, transformer_mt
-from scalerun.models.base_model import MODEL_REGISTRY
 from scalerun.models.encoder_decoder import EncoderDecoder
 from scalerun.models.torchscale.configs import (
     DecoderConfig,
@@ -35,34 +33,8 @@ from scalerun.models.torchscale.translate import (
 from scalerun.models.transformer_encoder import TransformerEncoder
 from scalerun.models.transformer_lm import TransformerLM
 from scalerun.models.transformer_mlm import TransformerMLM
+from scalerun.models.translation import Translation, drop_tied
 from scalerun.modules.positions.learned import OFFSET
-
-
-@dataclass(frozen=True)
-class Translation:
-    """A TorchScale model in scalerun's words."""
-
-    arch: str
-    """The name that ``--arch`` knows the model by."""
-    cfg: ScalerunDataclass
-    weights: Mapping[str, Tensor]
-    vocab_size: int
-    source_vocab_size: int | None = None
-    """Where an encoder-decoder has two vocabularies."""
-
-    def build(self, padding_idx: int | None = None) -> Any:
-        """The model, on the CPU, in float32.
-
-        Raises:
-            UserError: names or shapes of the weights do not fit the settings.
-        """
-        source = self.source_vocab_size
-        two: dict[str, Any] = {} if source is None else {"source_vocab_size": source}
-        with torch.device("meta"):
-            model = MODEL_REGISTRY.get(self.arch).cls.build_model(
-                self.cfg, vocab_size=self.vocab_size, padding_idx=padding_idx, **two
-            )
-        return fill(model, self.weights)
 
 
 def load_encoder(
@@ -193,32 +165,6 @@ def translate_encoder_decoder(
     return Translation(transformer_mt.MODEL, cfg, weights, target, two)
 
 
-def fill(model: Any, weights: Mapping[str, Tensor]) -> Any:
-    """A model made without memory, on the CPU, in float32, with these weights.
-
-    Raises:
-        UserError: names or shapes differ from the model's.
-    """
-    model.to_empty(device="cpu")
-    _check_fit(model.state_dict(), weights)
-    model.load_state_dict(weights)
-    for module in model.modules():
-        if hasattr(module, "reset_buffers"):
-            module.reset_buffers()
-    return model
-
-
-def drop_tied(weights: dict[str, Tensor], copy: str, original: str) -> None:
-    """Remove a tensor that the configuration ties to another.
-
-    Raises:
-        UserError: they differ.
-    """
-    tied = weights.pop(copy, None)
-    if tied is not None and not torch.equal(tied, weights[original]):
-        raise UserError(f"the configuration ties {copy} to {original}, but they differ")
-
-
 def _vocab_size(state: Mapping[str, Tensor]) -> int:
     if "embed_tokens.weight" not in state:
         raise UserError("the state dict has no embed_tokens.weight")
@@ -243,19 +189,3 @@ def _positions(sides: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
         kinds.add(kind)
     learned = {kind for kind in kinds if kind.endswith("learned_pos")}
     return settings | dict.fromkeys(learned or kinds, True)
-
-
-def _check_fit(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    missing = sorted(expected.keys() - found.keys())
-    surplus = sorted(found.keys() - expected.keys())
-    if missing or surplus:
-        raise UserError(
-            f"the state dict does not fit the configuration: it lacks {missing} and has {surplus} "
-            "too much (names as in scalerun)"
-        )
-    for name, tensor in expected.items():
-        if tensor.shape != found[name].shape:
-            raise UserError(
-                f"the state dict does not fit the configuration: {name} is "
-                f"{tuple(found[name].shape)} and should be {tuple(tensor.shape)}"
-            )

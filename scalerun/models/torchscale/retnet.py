@@ -12,12 +12,12 @@ from torch import Tensor
 
 from scalerun.dataclass.errors import ConfigError, UserError
 from scalerun.dataclass.flags import check_settings
+from scalerun.models.renames import Renames
 from scalerun.models.retnet import MODEL, RetNetLM
 from scalerun.models.retnet import RetNetConfig as OurConfig
 from scalerun.models.torchscale.configs import OVERRIDDEN, SharedConfig, as_config
-from scalerun.models.torchscale.loader import Translation, drop_tied
 from scalerun.models.torchscale.moe import GATE_RENAMES, moe_settings, stack_experts
-from scalerun.models.torchscale.renames import Renames
+from scalerun.models.translation import Translation, drop_tied
 from scalerun.modules.init import initialize
 from scalerun.modules.retention_decay import angles, log_decays
 

@@ -31,7 +31,6 @@ from scalerun.models.torchscale.facts import (
     unsaid_of_retention,
 )
 from scalerun.models.torchscale.loader import (
-    Translation,
     translate_decoder,
     translate_encoder,
     translate_encoder_decoder,
@@ -46,6 +45,7 @@ from scalerun.models.torchscale.translate import (
     encoder_decoder_config,
     mlm_config,
 )
+from scalerun.models.translation import Translation
 
 NOT_OF_THE_MODEL = ("fsdp", "ddp_rank", "checkpoint_activations", "seq_parallel", "flash_attention")
 """Fields of how a model was trained."""

@@ -21,10 +21,7 @@ SAFETENSORS = ".safetensors"
 WEIGHTS = "model"
 """Where fairseq keeps the weights in a checkpoint."""
 FLAG = "--allow-namespace"
-REMEDY = (
-    "save the weights alone, torch.save(model.state_dict(), FILE), and give their configuration "
-    "with --torchscale-config"
-)
+REMEDY = "save the weights alone, torch.save(model.state_dict(), FILE), and name their settings"
 UNREADABLE = (
     pickle.UnpicklingError,
     struct.error,
@@ -63,18 +60,24 @@ def read_weight_file(path: Path, *, allow_namespace: bool = False) -> WeightFile
     Raises:
         UserError: the file cannot be read, or it holds anything beside tensors and plain values.
     """
+    content = read_content(path, allow_namespace=allow_namespace)
+    weights = content.get(WEIGHTS)
+    if isinstance(weights, Mapping):
+        return WeightFile(float_tensors(path, weights), record_of(content))
+    return WeightFile(float_tensors(path, content), None)
+
+
+def read_content(path: Path, *, allow_namespace: bool = False) -> Mapping[Any, Any]:
+    """Whatever a file holds by name; arguments and errors as in :func:`read_weight_file`."""
     if not path.is_file():
         what = "is a folder; give a file" if path.is_dir() else "does not exist"
         raise UserError(f"{path} {what}")
     if path.suffix == SAFETENSORS:
-        return WeightFile(_read_safetensors(path), None)
+        return _read_safetensors(path)
     content = _read_torch(path, allow_namespace=allow_namespace)
     if not isinstance(content, Mapping):
         raise UserError(f"{path} holds a {type(content).__name__} and no state dict; {REMEDY}")
-    weights = content.get(WEIGHTS)
-    if isinstance(weights, Mapping):
-        return WeightFile(_tensors(path, weights), _record(content))
-    return WeightFile(_tensors(path, content), None)
+    return content
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -158,7 +161,12 @@ def _refuse_code(path: Path, *, allow_namespace: bool) -> None:
         )
 
 
-def _tensors(path: Path, content: Mapping[Any, Any]) -> dict[str, Tensor]:
+def float_tensors(path: Path, content: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """The weights of a file.
+
+    Raises:
+        UserError: it holds nothing, or anything but tensors of floating-point numbers.
+    """
     for key, value in content.items():
         if not isinstance(value, Tensor):
             raise UserError(
@@ -174,7 +182,18 @@ def _tensors(path: Path, content: Mapping[Any, Any]) -> dict[str, Tensor]:
     return {str(key): value for key, value in content.items()}
 
 
-def _record(content: Mapping[Any, Any]) -> dict[str, Any] | None:
+def refuse_not_finite(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Refuse weights that nothing can be computed with.
+
+    Raises:
+        UserError: names the first that has an infinite value or NaN.
+    """
+    for name, tensor in state.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{path} holds values that are not finite: {name}")
+
+
+def record_of(content: Mapping[Any, Any]) -> dict[str, Any] | None:
     """The model's settings: ``cfg.model``, or ``args`` in older files."""
     cfg = content.get("cfg")
     found = cfg.get("model") if isinstance(cfg, Mapping) else None

@@ -3,8 +3,8 @@ import re
 
 import pytest
 
+from scalerun.models.renames import FIELDS, Renames
 from scalerun.models.torchscale import keys, retnet
-from scalerun.models.torchscale.renames import FIELDS, Renames
 
 EXAMPLES = {
     "layer": ["0", "17"],

@@ -18,7 +18,7 @@ FIELDS = {
 
 
 class Renames:
-    """Names of TorchScale and of scalerun for the same tensors.
+    """Names of another library and of scalerun for the same tensors.
 
     Args:
         pairs: (theirs, ours); fields of :data:`FIELDS` stand in braces, the same ones on both
@@ -31,11 +31,11 @@ class Renames:
         self._theirs = [(_pattern(ours), theirs) for theirs, ours in pairs]
 
     def ours(self, key: str) -> str | None:
-        """Our name for a key of TorchScale; None if the table does not have it."""
+        """Our name for a key of theirs; None if the table does not have it."""
         return _renamed(key, self._ours)
 
     def theirs(self, name: str) -> str | None:
-        """TorchScale's key for our name; None if the table does not have it."""
+        """Their key for our name; None if the table does not have it."""
         return _renamed(name, self._theirs)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scalerun.dataclass.errors import UserError
-from scalerun.models.torchscale.weight_file import read_weight_file
+from scalerun.models.weight_file import read_weight_file
 
 STATE = {"layer.weight": torch.arange(6.0).reshape(2, 3)}
 

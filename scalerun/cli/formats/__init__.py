@@ -1,0 +1,1 @@
+"""What ``scalerun.cli.convert`` reads and writes: a file for each library and direction."""

@@ -1,0 +1,1 @@
+"""Checkpoints of metaseq, whose decoders are OPT models."""
