@@ -1,12 +1,17 @@
+import asyncio
 import json
 import re
+from types import SimpleNamespace
 
+import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cpu_tests.service.test_schema import NO_JSON, NO_OBJECT, WRONG
-from scalerun.service.application import ALIASES
+from scalerun.service.application import ALIASES, Service, ServiceLimits, build_application
+from scalerun.service.metrics import ServiceMetrics
+from scalerun.service.schema import Model
 
 INTERNALS = re.compile(r"Traceback|\.py\b|pydantic|starlette|scalerun\.|/tmp|0x[0-9a-f]{6}", re.I)
 
@@ -269,3 +274,26 @@ def test_paths_that_lead_nowhere_do_not_fill_the_metrics(server):
 def test_health_says_that_all_is_well(server):
     answer = server.get("/health")
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+
+
+def test_a_mistake_of_the_server_tells_nothing_of_its_inside():
+    service = Service(
+        SimpleNamespace(engine=None),  # whatever it is asked for raises AttributeError
+        model=Model(id="served", created=1, max_model_len=None),
+        limits=ServiceLimits(max_tokens=100, max_body_bytes=1000, request_seconds=10),
+        metrics=ServiceMetrics(),
+    )
+
+    async def ask():
+        transport = httpx.ASGITransport(build_application(service), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.post("/v1/completions", json={"prompt": "a"})
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+    assert answer.headers["x-should-retry"] == "false"
+    assert not INTERNALS.search(answer.text)
+    assert "Attribute" not in answer.text
+    [counted] = [s for m in service.metrics.requests.collect() for s in m.samples]
+    assert counted.labels == {"route": "/v1/completions", "status": "500"}

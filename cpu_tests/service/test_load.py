@@ -9,6 +9,7 @@ import time
 import openai
 import pytest
 
+from benchmarks.serving import tokens_per_second
 from cpu_tests.service.conftest import LONG_ANSWER
 
 PROMPTS = ["", "Line", "Line 3: the", "the owl sleeps.\n", "x" * 60]
@@ -114,3 +115,19 @@ def test_a_hundred_killed_clients_leave_nothing_behind(serving):
         assert server.metric("process_open_fds") <= files + 2
         assert statistics.median(seconds[50:]) < 2 * statistics.median(seconds[:50]) + 0.05
         assert "Traceback" not in server.stderr
+
+
+@pytest.mark.long
+def test_sixteen_clients_get_four_times_the_tokens_of_one(serving):
+    with serving() as server:
+
+        def measured(num_clients):
+            return tokens_per_second(
+                server.url, num_clients=num_clients, seconds=1.5, num_tokens=64, stream=False
+            )
+
+        measured(1)
+        # Rounds alternate, so that other work on the machine hits both.
+        rates = [(measured(1), measured(16)) for _ in range(3)]
+        ones, sixteens = zip(*rates, strict=True)
+        assert max(sixteens) >= 4 * max(ones)
