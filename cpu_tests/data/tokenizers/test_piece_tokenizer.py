@@ -68,6 +68,15 @@ def test_another_list_is_another_vocabulary(make, folder):
     assert make("\n".join(swapped)).digest != make().digest
 
 
+def test_pieces_that_the_list_lacks_are_counted_aloud(make, folder, caplog):
+    lines = (folder / "dict.txt").read_text(encoding="utf-8").splitlines()
+    make()
+    assert not caplog.records
+    make("\n".join(lines[1:]) + "\n")
+    assert f"lacks 1 of the {len(lines) + 3} pieces" in caplog.text
+    assert f"the first is {lines[0].rpartition(' ')[0]!r}" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("listing", "message"),
     [

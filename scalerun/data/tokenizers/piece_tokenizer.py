@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from scalerun.data.tokenizers.fairseq_dictionary import (
 )
 from scalerun.data.tokenizers.sentencepiece_tokenizer import SPACE
 from scalerun.dataclass.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 SPECIAL_SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")
 MASK = "<mask>"
@@ -88,6 +91,17 @@ class PieceTokenizer(BaseTokenizer):
                 f"--dict-file {listing} lists no piece of --spm-model {model}; they are not one "
                 "vocabulary"
             )
+        missing = [
+            piece
+            for i, piece in enumerate(pieces)
+            if piece not in numbers and not (self._model.is_control(i) or self._model.is_unknown(i))
+        ]
+        if missing:
+            logger.warning(
+                "--dict-file %s lacks %d of the %d pieces of --spm-model %s, the first is %r; they "
+                "are read as <unk>; add them to the file if they should not be",
+                listing, len(missing), len(pieces), model, missing[0],
+            )  # fmt: skip
 
     def encode(self, text: str) -> list[int]:
         return np.asarray(self.encode_batch([text])[0]).tolist()
