@@ -36,7 +36,8 @@ def make(tmp_path):
         cpu = torch.device("cpu")
         model = build_model(cfg, vocab_size=vocab_size, padding_idx=None, seed=seed, device=cpu)
         converted = ConvertedModel(model, cfg, "transformer_lm", vocab_size, {})
-        write_run(converted, tmp_path / name, tokenizer=tokenizer, words=[])
+        named = None if tokenizer is None else {"tokenizer": tokenizer}
+        write_run(converted, tmp_path / name, vocabulary=named, words=[])
         return tmp_path / name
 
     return make

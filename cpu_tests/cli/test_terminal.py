@@ -15,9 +15,13 @@ import pytest
 from scalerun.cli.terminal import dimmed, history_file
 
 PROGRAM = """
+import signal
 import sys
 from scalerun.cli.terminal import prompt_reader, talk
 from scalerun.cli.terminal_commands import Command, with_help
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as every command does
+
 
 def answer(text):
     print(f"<{text!r}>", flush=True)

@@ -31,7 +31,7 @@ def make(tmp_path):
         cfg, cpu = settings(arch, **changes), torch.device("cpu")
         model = build_model(cfg, vocab_size=40, padding_idx=None, seed=1, device=cpu)
         write_run(
-            ConvertedModel(model, cfg, arch, 40, {}), tmp_path / "run", tokenizer=None, words=[]
+            ConvertedModel(model, cfg, arch, 40, {}), tmp_path / "run", vocabulary=None, words=[]
         )
         return str(tmp_path / "run")
 
