@@ -17,6 +17,7 @@ from scalerun.cli.terminal import dimmed, history_file
 PROGRAM = """
 import signal
 import sys
+import time
 from scalerun.cli.terminal import prompt_reader, talk
 from scalerun.cli.terminal_commands import Command, with_help
 
@@ -26,8 +27,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # as every command doe
 def answer(text):
     print(f"<{text!r}>", flush=True)
     if text == "slow":
-        import time
-        time.sleep(60)
+        for _ in range(600):  # one long sleep would not hear a signal that comes just before it
+            time.sleep(0.1)
 
 commands = with_help({"/twice": Command("TEXT", "say it twice", lambda rest: rest * 2)})
 sys.exit(talk(prompt_reader("test", commands, lambda: "the status"), commands, answer))
