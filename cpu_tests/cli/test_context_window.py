@@ -56,6 +56,7 @@ def test_a_score_is_that_of_each_token_alone_behind_its_window(trained, corpus, 
     assert result.loss == pytest.approx(token_by_token(model, stream, end, window), rel=1e-12)
 
 
+@pytest.mark.long
 def test_the_command_scores_every_token_once_and_refuses_a_window_without_targets(
     run, trained, tmp_path
 ):

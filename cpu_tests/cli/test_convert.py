@@ -90,6 +90,7 @@ def train_words(corpus, *more):
     return [*words, "--log-format", "simple", "--log-interval", "1", *more]
 
 
+@pytest.mark.long
 def test_training_goes_on_from_a_converted_run(converted, corpus, run, records, tmp_path):
     train = run("train", *train_words(corpus, *RESETS))
     assert train.code == 0, train.stderr

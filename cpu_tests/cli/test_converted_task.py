@@ -47,6 +47,7 @@ def masked(tmp_path, torchscale_state):
 VOCABULARY = ["--tokenizer", "data/sentencepiece.bpe.model", "--dict", "data/dict.txt"]
 
 
+@pytest.mark.long
 def test_a_masked_language_model_is_scored_and_trained(run, masked, records, tmp_path):
     done = convert(run, *VOCABULARY)
     assert done.code == 0, done.stderr
@@ -95,6 +96,7 @@ def pairs(tmp_path, torchscale_state):
     return folder
 
 
+@pytest.mark.long
 def test_an_encoder_decoder_is_scored_translates_and_is_trained(run, pairs, records, tmp_path):
     done = convert(run, "--vocabulary", "pairs")
     assert done.code == 0, done.stderr

@@ -152,6 +152,7 @@ def test_nbest_hypotheses_differ_and_the_best_comes_first(generate, home):
         assert len({tuple(record["tokens"]) for record in mine}) == 3
 
 
+@pytest.mark.long
 def test_hypotheses_begin_with_what_is_given_of_the_reference(generate, home):
     generate("--gen-subset", "other", "--prefix-size", "3", "--json", "begun.json", "--beam", "2")
     for record in map(json.loads, lines_of(home / "begun.json")):

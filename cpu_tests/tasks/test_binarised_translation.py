@@ -160,6 +160,7 @@ WORDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_run_goes_on_where_it_stopped_and_translates(run, folder, records, tmp_path):
     for name, stops in (("straight", ["100"]), ("resumed", ["5", "12"])):
         for updates in stops:
