@@ -34,6 +34,8 @@ WRONG = {
     "top_k is negative": ({"top_k": -1}, "top_k"),
     "top_k is a fraction": ({"top_k": 0.5}, "top_k"),
     "min_p is above 1": ({"min_p": 2}, "min_p"),
+    "repetition_penalty is tiny": ({"repetition_penalty": 1e-39}, "repetition_penalty"),
+    "a null of an unknown name": ({"zzz": None}, "zzz"),
     "repetition_penalty is 0": ({"repetition_penalty": 0}, "repetition_penalty"),
     "presence_penalty is above 2": ({"presence_penalty": 3}, "presence_penalty"),
     "frequency_penalty is below -2": ({"frequency_penalty": -3}, "frequency_penalty"),

@@ -10,6 +10,8 @@ from scalerun.dataclass.errors import ConfigError
 
 MAX_BEAM = 1024
 """More hypotheses than that are a slip of the finger: each holds a key-value cache."""
+MAX_PENALTY = 100
+"""Above it nothing changes but the rounding, and logits may leave the range of float32."""
 MAX_LOGPROBS = 100
 """Alternatives of a token that can be asked for."""
 
@@ -141,18 +143,19 @@ class SamplingParams:
             raise ConfigError(f"--seed is {self.seed}; give 0 or more, below 2**63", param="seed")
 
     def _check_penalties(self) -> None:
-        if not 0 < self.repetition_penalty < math.inf:
+        if not 1 / MAX_PENALTY <= self.repetition_penalty <= MAX_PENALTY:
             raise ConfigError(
-                f"--repetition-penalty is {self.repetition_penalty:g}; give a number above 0 (1 "
-                "for none)",
+                f"--repetition-penalty is {self.repetition_penalty:g}; give {1 / MAX_PENALTY:g} to "
+                f"{MAX_PENALTY} (1 for none)",
                 param="repetition_penalty",
             )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            if not math.isfinite(value):
+            if not abs(value) <= MAX_PENALTY:
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(
-                    f"{flag} is {value:g}; give a finite number (0 for none)", param=name
+                    f"{flag} is {value:g}; give {-MAX_PENALTY} to {MAX_PENALTY} (0 for none)",
+                    param=name,
                 )
 
     def _check_answers(self) -> None:

@@ -188,7 +188,7 @@ def build_application(service: Service) -> ASGIApp:
     _add_models(app, service)
     _add_page(app)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         if service.scheduler.is_working:
             return JSONResponse({"status": "ok"})

@@ -82,6 +82,8 @@ def of_validation(error: ValidationError) -> ApiError:
     message = first["msg"]
     if first["type"] == "extra_forbidden":
         message = "this server has no such parameter"
+    elif first["type"] == "model_type" and not first["loc"]:
+        message = "has to be a JSON object with a prompt"
     elif first["type"] == "missing":
         message = "is required"
     elif first["type"] == "string_unicode":

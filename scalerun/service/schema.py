@@ -15,6 +15,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from scalerun.dataclass.sampling_params import MAX_PENALTY
 from scalerun.service.errors import ApiError, of_validation
 
 MAX_STOPS = 16
@@ -87,9 +88,13 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def null_is_the_default(cls, fields: Any) -> Any:
-        """As in OpenAI's service, a field that is null counts as left out."""
+        """As in OpenAI's service, a field that is null counts as left out, if there is such one."""
         if isinstance(fields, dict):
-            return {name: value for name, value in fields.items() if value is not None}
+            return {
+                name: value
+                for name, value in fields.items()
+                if value is not None or name not in cls.model_fields
+            }
         return fields
 
 
@@ -111,7 +116,7 @@ class CompletionRequest(_Body):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, lt=2**31)
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0)
+    repetition_penalty: float = Field(1.0, ge=1 / MAX_PENALTY, le=MAX_PENALTY)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
