@@ -106,7 +106,8 @@ def test_a_gpt2_goes_on_as_opt_with_the_same_logits_and_symbols(gpt2_folder, mon
     assert {len(run.task.dictionary) for run in runs} == {VOCAB}
 
 
-@pytest.mark.parametrize("kind", [pytest.param("opt", marks=pytest.mark.long), "gpt2"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["opt", "gpt2"])
 def test_a_converted_run_answers_is_scored_and_tuned(kind, request, run, corpus, tmp_path):
     folder = request.getfixturevalue(f"{kind}_folder")
     command = run("convert", "--from", "hf", "--input", folder, "--output", "run")
