@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from scalerun.models.base_model import Architecture, BaseModel
 from scalerun.models.beit3 import BEiT3
 from scalerun.models.encoder_decoder import EncoderDecoder
 from scalerun.models.transformer_encoder import TransformerEncoder
+from scalerun.models.translation import Translation
 from scalerun.modules.moe.moe_layer import MoELayer
 from scalerun.tasks.base_task import BaseTask, UnknownVocabulary, setup_task
 from scalerun.tasks.streaming_language_modeling import StreamingLanguageModelingConfig
@@ -53,6 +54,18 @@ class ConvertedModel:
     """Where the weights come from, as JSON values."""
     source_vocab_size: int | None = None
     """Where an encoder-decoder has two vocabularies."""
+
+    @classmethod
+    def of(cls, translation: Translation, source: dict[str, Any]) -> Self:
+        """The model of another library's weights; ``source`` says where they come from."""
+        return cls(
+            model=translation.build(),
+            cfg=translation.cfg,
+            arch=translation.arch,
+            vocab_size=translation.vocab_size,
+            source=source,
+            source_vocab_size=translation.source_vocab_size,
+        )
 
 
 def write_run(

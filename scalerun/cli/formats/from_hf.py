@@ -7,19 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from scalerun.checkpoint.atomic import hash_file
 from scalerun.cli.convert_config import ConvertConfig
 from scalerun.cli.converted_run import ConvertedModel, report_run, write_run
 from scalerun.cli.formats.vocabulary import find_vocabulary
 from scalerun.dataclass.errors import UserError
-from scalerun.models.base_model import BaseModel
 from scalerun.models.hf.family import Family
 from scalerun.models.hf.folder import CONFIG_FILE, read_config, read_weights, weight_files
 from scalerun.models.hf.gpt2 import GPT2
 from scalerun.models.hf.opt import OPT
-from scalerun.models.hf.parity import check_logits, random_tokens, source_logits
+from scalerun.models.hf.parity import same_logits, source_logits
 from scalerun.models.weight_file import refuse_not_finite
 
 logger = logging.getLogger(__name__)
@@ -48,25 +45,18 @@ def from_hf(cfg: ConvertConfig, words: list[str]) -> int:
     vocabulary = find_vocabulary(
         cfg, [folder], num_rows=translation.vocab_size, begin=begin_symbol(fields)
     )
-    converted = ConvertedModel(
-        model=translation.build(),
-        cfg=translation.cfg,
-        arch=translation.arch,
-        vocab_size=translation.vocab_size,
-        source={
-            "library": "transformers",
-            "model_type": family.model_type,
-            "files": {file.name: hash_file(file) for file in [folder / CONFIG_FILE, *files]},
-            "fields": fields,
-        },
+    source = {
+        "library": "transformers",
+        "model_type": family.model_type,
+        "files": {file.name: hash_file(file) for file in [folder / CONFIG_FILE, *files]},
+        "fields": fields,
+    }
+    converted = ConvertedModel.of(translation, source)
+    gate = same_logits(
+        translation.vocab_size,
+        lambda tokens_BT: source_logits(folder, family, fields, state, tokens_BT),
+        str(folder),
     )
-
-    def gate(model: BaseModel) -> None:
-        tokens_BT = random_tokens(translation.vocab_size, model.max_positions())
-        expected = source_logits(folder, family, fields, state, tokens_BT)
-        with torch.no_grad():
-            check_logits(model(tokens_BT).logits, expected, f"the conversion of {folder}")
-
     checkpoint = write_run(
         converted, Path(cfg.output), vocabulary=vocabulary, words=words, gate=gate
     )

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
@@ -16,10 +15,9 @@ from scalerun.cli.converted_run import ConvertedModel, report_run, write_run
 from scalerun.cli.formats.vocabulary import find_vocabulary
 from scalerun.dataclass.errors import UserError
 from scalerun.dataclass.yaml_config import read_yaml
-from scalerun.models.base_model import BaseModel
 from scalerun.models.hf.family import ACTIVATIONS
 from scalerun.models.hf.opt import OPT
-from scalerun.models.hf.parity import check_logits, random_tokens
+from scalerun.models.hf.parity import same_logits
 from scalerun.models.hf.reference import opt_logits
 from scalerun.models.metaseq.files import MetaseqFile, find_files, read_file
 from scalerun.models.metaseq.keys import joined_parts, opt_config, opt_state, separated
@@ -52,24 +50,17 @@ def from_metaseq(cfg: ConvertConfig, words: list[str]) -> int:
     vocabulary = find_vocabulary(
         cfg, [path.parent], num_rows=translation.vocab_size, begin=END_SYMBOL
     )
-    converted = ConvertedModel(
-        model=translation.build(),
-        cfg=translation.cfg,
-        arch=translation.arch,
-        vocab_size=translation.vocab_size,
-        source={
-            "library": "metaseq",
-            "files": {each.name: hash_file(each) for row in paths for each in row},
-            "fields": fields,
-        },
+    source = {
+        "library": "metaseq",
+        "files": {each.name: hash_file(each) for row in paths for each in row},
+        "fields": fields,
+    }
+    converted = ConvertedModel.of(translation, source)
+    gate = same_logits(
+        translation.vocab_size,
+        lambda tokens_BT: source_logits(fields, theirs, tokens_BT),
+        str(path),
     )
-
-    @torch.no_grad()
-    def gate(model: BaseModel) -> None:
-        tokens_BT = random_tokens(translation.vocab_size, model.max_positions())
-        expected = source_logits(fields, theirs, tokens_BT)
-        check_logits(model(tokens_BT).logits, expected, f"the conversion of {path}")
-
     checkpoint = write_run(
         converted, Path(cfg.output), vocabulary=vocabulary, words=words, gate=gate
     )

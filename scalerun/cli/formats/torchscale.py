@@ -58,14 +58,7 @@ def from_torchscale(cfg: ConvertConfig, words: list[str]) -> int:
     )
     report_assumed(settled)
     translation = settled.translation
-    converted = ConvertedModel(
-        model=translation.build(),
-        cfg=translation.cfg,
-        arch=translation.arch,
-        vocab_size=translation.vocab_size,
-        source=source_of(Path(cfg.source), settled),
-        source_vocab_size=translation.source_vocab_size,
-    )
+    converted = ConvertedModel.of(translation, source_of(Path(cfg.source), settled))
     is_prompted = cfg.tokenizer is not None and found.kind in DECODERS
     checkpoint = write_run(
         converted,

@@ -7,7 +7,7 @@ B batch, T tokens, V vocabulary.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from scalerun.dataclass.errors import UserError
+from scalerun.models.base_model import BaseModel
 from scalerun.models.hf.custom import MODELLING_FILE
 from scalerun.models.hf.family import ACTIVATIONS, Family
 from scalerun.models.hf.reference import REFERENCES
@@ -51,6 +52,24 @@ def check_logits(found_BTV: Tensor, expected_BTV: Tensor, what: str) -> float:
             f"{difference:.2g}, more than {limit:.2g}; nothing is written"
         )
     return difference
+
+
+def same_logits(
+    vocab_size: int, expected: Callable[[Tensor], Tensor], what: str
+) -> Callable[[BaseModel], None]:
+    """A check that a model read back has its source's logits; raises as :func:`check_logits`.
+
+    Args:
+        expected: the source's logits (B, T, V) for tokens (B, T).
+        what: was converted, for the message.
+    """
+
+    @torch.no_grad()
+    def check(model: BaseModel) -> None:
+        tokens_BT = random_tokens(vocab_size, model.max_positions())
+        check_logits(model(tokens_BT).logits, expected(tokens_BT), f"the conversion of {what}")
+
+    return check
 
 
 def transformers_library() -> ModuleType | None:
