@@ -222,6 +222,12 @@ def test_a_tokenizer_with_more_symbols_than_rows_is_refused(opt_folder):
         convert(opt_folder)
 
 
+def test_a_tokenizer_whose_separator_is_settled_is_refused(opt_folder):
+    message = "texts begin with symbol 2, and in bytes that cannot be the symbol between documents"
+    with pytest.raises(UserError, match=message):
+        convert(opt_folder, "--tokenizer", "bytes")
+
+
 def test_a_conversion_that_computes_something_else_leaves_nothing(opt_folder, monkeypatch):
     from scalerun.cli.formats import from_hf
 

@@ -10,7 +10,7 @@ from typing import Any
 from scalerun.cli.convert_config import ConvertConfig
 from scalerun.data.tokenizers.base_tokenizer import BaseTokenizer
 from scalerun.data.tokenizers.tokenizer import load_tokenizer
-from scalerun.dataclass.errors import UserError
+from scalerun.dataclass.errors import ConfigError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,13 @@ def find_vocabulary(
     tokenizer = _load(found)
     if begin is not None and begin != tokenizer.dictionary.eos:
         found["end_of_document_symbol"] = _symbol(tokenizer, begin)
-        tokenizer = _load(found)
+        try:
+            tokenizer = _load(found)
+        except ConfigError as error:
+            raise UserError(
+                f"texts begin with symbol {begin}, and in {_name(found)} that cannot be the symbol "
+                "between documents; give the tokenizer that the model was trained with"
+            ) from error
     dictionary = tokenizer.dictionary
     num_symbols = dictionary.num_real_symbols - dictionary.adds_pad
     if num_symbols > num_rows:
